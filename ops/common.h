@@ -1,0 +1,32 @@
+// Helpers that every op shares.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+
+#include "act.h"
+
+namespace tsmem {
+
+// relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
+Act parse_act(c10::string_view name, at::ArrayRef<double> args);
+
+// The stock ATen op of an activation (differentiable), for dtypes and devices without a kernel of ours.
+at::Tensor stock_act(const at::Tensor& x, const Act& act);
+
+// True where autograd will record: grad mode is on and one of the tensors requires grad.
+template <class... T>
+bool needs_grad(const T&... t) {
+  return at::GradMode::is_enabled() && ((t.defined() && t.requires_grad()) || ...);
+}
+
+// A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing but its shape.
+at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
+
+// Under create_graph: gradients that our kernels computed are not differentiable. Passes the defined ones through a node whose
+// backward throws "tsmem::<op>: second derivatives are not supported", so that nobody gets silently detached gradients.
+// `inputs`: what the gradients depend on (grad_output and saved tensors). Outside create_graph returns `grads` as they are.
+std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op, at::TensorList inputs);
+
+}  // namespace tsmem

@@ -1,0 +1,51 @@
+// Rewriting a loaded module in place: match, apply, verify the structure; and undoing it.
+#pragma once
+#include <torch/csrc/jit/api/module.h>
+
+#include <string>
+#include <vector>
+
+namespace tsmem {
+
+struct RewriteOptions {
+  std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
+  std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
+  std::vector<std::string> freeze, train;  // parameter globs whose requires_grad is cleared or set
+  std::string method;                      // empty: every method of every module; else this one and all that it calls
+};
+
+struct Match {
+  std::string pattern, module, method;
+  std::vector<std::string> nodes;  // the matched ops with their places, in graph order: "bn1.forward: aten::batch_norm"
+  std::string op;                  // what was put there: "tsmem::batch_norm_act"
+};
+
+struct Refusal {
+  std::string pattern, module, reason;
+};
+
+struct RewriteReport {
+  std::vector<Match> matches;
+  std::vector<Refusal> refused;
+};
+
+// Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is restored first.
+// With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that matches nothing.
+RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options, bool dry_run = false);
+
+// Puts the original methods back and removes all `_tsmem_*` ones. False where there were none. Weights stay as they are.
+bool restore(torch::jit::Module& module);
+
+bool is_rewritten(const torch::jit::Module& module);
+
+// True where `path` ("layer1.0.bn1") matches `glob`: fnmatch on each part, `**` across parts.
+bool glob_match(const std::string& glob, const std::string& path);
+
+// Distinct classes of the module tree with the path of their first instance ("" for the root), parents first.
+struct ModuleClass {
+  c10::ClassTypePtr type;
+  std::vector<std::string> paths;  // every instance's
+};
+std::vector<ModuleClass> module_classes(const torch::jit::Module& module);
+
+}  // namespace tsmem
