@@ -3,7 +3,9 @@
 #include <CLI/CLI.hpp>
 
 #include <functional>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tsmem::cli {
@@ -15,7 +17,8 @@ struct Common {  // options every subcommand has
   std::vector<std::string> op_libraries;
 };
 
-// Each returns the function that runs the command; its result is the exit code.
+// Each adds its options to `app`, which is the subcommand itself (main.cpp has the table of them and makes it), sets an example
+// with app.footer(), and returns the function that runs the command; that one's result is the exit code.
 using Run = std::function<int()>;
 Run add_rewrite(CLI::App& app, const Common& common);
 Run add_diff(CLI::App& app, const Common& common);
@@ -26,6 +29,32 @@ Run add_inspect(CLI::App& app, const Common& common);
 Run add_patterns(CLI::App& app, const Common& common);
 Run add_completion(CLI::App& app, const Common& common);
 
-bool use_color(const Common& common);           // --color, NO_COLOR, and whether stdout is a terminal
-std::string bytes_text(int64_t bytes);          // "81.4 MiB"
+bool use_color(const Common& common);   // --color, NO_COLOR, and whether stdout is a terminal
+std::string bytes_text(int64_t bytes);  // "81.4 MiB"
+
+// Writes to stdout. A reader that has gone away (`tsmem diff a b | head`) is no error: the command finishes its work.
+void print(std::string_view text);
+
+// Nothing but `text`, or with the terminal's codes for a colour around it.
+enum class Color { bold, red, green, cyan, dim };
+std::string paint(std::string_view text, Color color, bool use);
+
+// Rows of cells as lines with aligned columns, two spaces between them; columns whose cells are all numbers are right-aligned.
+std::string table(const std::vector<std::vector<std::string>>& rows);
+
+// --json FILE: to a file, or to stdout for "-". `inputs` are files that must not be replaced by it.
+void write_json(const nlohmann::json& json, const std::string& path, const std::vector<std::string>& inputs);
+
+// " (did you mean 'x'?)", or "" where no candidate is near or begins with `word`.
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& candidates);
+
+// "a, b and c".
+std::string enumerate(const std::vector<std::string>& items);
+
+// "1 method", "2 methods".
+std::string counted(size_t n, const std::string& noun);
+
+// A shell's completion script for the whole command line, from the parser itself. Throws Error(kUsage) for an unknown shell.
+std::string completion_script(const CLI::App& root, const std::string& shell);
+
 }  // namespace tsmem::cli

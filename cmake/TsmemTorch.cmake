@@ -17,5 +17,6 @@ add_library(tsmem::torch ALIAS tsmem_torch)
 target_include_directories(tsmem_torch SYSTEM INTERFACE ${TSMEM_TORCH}/include ${TSMEM_TORCH}/include/torch/csrc/api/include)
 target_link_libraries(tsmem_torch INTERFACE ${TSMEM_TORCH}/lib/libtorch_cpu.so ${TSMEM_TORCH}/lib/libc10.so)
 target_compile_definitions(tsmem_torch INTERFACE FMT_HEADER_ONLY=1)
+target_compile_features(tsmem_torch INTERFACE cxx_std_17)
 # libtorch_cpu.so of the CUDA wheel needs CUDA's libraries, which it finds itself at run time.
 target_link_options(tsmem_torch INTERFACE -Wl,--allow-shlib-undefined)

@@ -1,23 +1,39 @@
 #include "common.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/FuncTorchTLS.h>
+#include <sys/mman.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <mutex>
 
 namespace tsmem {
 
 Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
-  struct Entry { const char* name; ActKind kind; size_t args; };
-  static const Entry entries[] = {
-      {"identity", ActKind::identity, 0},   {"relu", ActKind::relu, 0},
-      {"hardtanh", ActKind::hardtanh, 2},   {"threshold", ActKind::threshold, 2},
-      {"leaky_relu", ActKind::leaky_relu, 1}, {"hardsigmoid", ActKind::hardsigmoid, 0},
-      {"silu", ActKind::silu, 0},           {"hardswish", ActKind::hardswish, 0},
-      {"gelu", ActKind::gelu, 0},           {"gelu_tanh", ActKind::gelu_tanh, 0},
-      {"sigmoid", ActKind::sigmoid, 0},     {"tanh", ActKind::tanh, 0},
-      {"elu", ActKind::elu, 3},             {"softplus", ActKind::softplus, 2},
-      {"mish", ActKind::mish, 0}};
+  struct Entry {
+    const char* name;
+    ActKind kind;
+    size_t args;
+  };
+  static const Entry entries[] = {{"identity", ActKind::identity, 0},
+                                  {"relu", ActKind::relu, 0},
+                                  {"hardtanh", ActKind::hardtanh, 2},
+                                  {"threshold", ActKind::threshold, 2},
+                                  {"leaky_relu", ActKind::leaky_relu, 1},
+                                  {"hardsigmoid", ActKind::hardsigmoid, 0},
+                                  {"silu", ActKind::silu, 0},
+                                  {"hardswish", ActKind::hardswish, 0},
+                                  {"gelu", ActKind::gelu, 0},
+                                  {"gelu_tanh", ActKind::gelu_tanh, 0},
+                                  {"sigmoid", ActKind::sigmoid, 0},
+                                  {"tanh", ActKind::tanh, 0},
+                                  {"elu", ActKind::elu, 3},
+                                  {"softplus", ActKind::softplus, 2},
+                                  {"mish", ActKind::mish, 0}};
   for (const Entry& e : entries) {
     if (name != e.name) continue;
-    TORCH_CHECK_VALUE(args.size() == e.args, "tsmem: the activation '", e.name, "' takes ", e.args, " arguments, not ", args.size());
+    TORCH_CHECK_VALUE(args.size() == e.args, "tsmem: the activation '", e.name, "' takes ", e.args, " arguments, not ",
+                      args.size());
     Act act{e.kind};
     if (e.args > 0) act.a = args[0];
     if (e.args > 1) act.b = args[1];
@@ -29,43 +45,97 @@ Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
 
 at::Tensor stock_act(const at::Tensor& x, const Act& act) {
   switch (act.kind) {
-    case ActKind::identity: return x;
-    case ActKind::relu: return at::relu(x);
-    case ActKind::hardtanh: return at::hardtanh(x, act.a, act.b);
-    case ActKind::threshold: return at::threshold(x, act.a, act.b);
-    case ActKind::leaky_relu: return at::leaky_relu(x, act.a);
-    case ActKind::hardsigmoid: return at::hardsigmoid(x);
-    case ActKind::silu: return at::silu(x);
-    case ActKind::hardswish: return at::hardswish(x);
-    case ActKind::gelu: return at::gelu(x, "none");
-    case ActKind::gelu_tanh: return at::gelu(x, "tanh");
-    case ActKind::sigmoid: return at::sigmoid(x);
-    case ActKind::tanh: return at::tanh(x);
-    case ActKind::elu: return at::elu(x, act.a, act.b, act.c);
-    case ActKind::softplus: return at::softplus(x, act.a, act.b);
-    case ActKind::mish: return at::mish(x);
+    case ActKind::identity:
+      return x;
+    case ActKind::relu:
+      return at::relu(x);
+    case ActKind::hardtanh:
+      return at::hardtanh(x, act.a, act.b);
+    case ActKind::threshold:
+      return at::threshold(x, act.a, act.b);
+    case ActKind::leaky_relu:
+      return at::leaky_relu(x, act.a);
+    case ActKind::hardsigmoid:
+      return at::hardsigmoid(x);
+    case ActKind::silu:
+      return at::silu(x);
+    case ActKind::hardswish:
+      return at::hardswish(x);
+    case ActKind::gelu:
+      return at::gelu(x, "none");
+    case ActKind::gelu_tanh:
+      return at::gelu(x, "tanh");
+    case ActKind::sigmoid:
+      return at::sigmoid(x);
+    case ActKind::tanh:
+      return at::tanh(x);
+    case ActKind::elu:
+      return at::elu(x, act.a, act.b, act.c);
+    case ActKind::softplus:
+      return at::softplus(x, act.a, act.b);
+    case ActKind::mish:
+      return at::mish(x);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
+bool plain(const at::Tensor& x) {
+  if (!x.is_floating_point() || x.layout() != at::kStrided || x.is_nested() || x._fw_grad(0).defined()) return false;
+  const auto& functorch = at::functorch::functorchTLSAccessor();
+  if (!functorch) return true;
+  try {
+    functorch->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
+bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x) {
+  const auto t = x.scalar_type();
+  return (t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf) &&
+         op.hasKernelForDispatchKey(c10::computeDispatchKey(t, at::kStrided, x.device()));
+}
+
+namespace {
+// Address space that reads as zeros and has no memory: private pages that nobody can write. Grows, and is never given
+// back, as tensors point into it; doubling keeps the sum within twice the largest.
+void* zero_pages(size_t bytes) {
+  static std::mutex mutex;
+  static void* pages = nullptr;
+  static size_t size = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (bytes > size || !pages) {
+    size_t wanted = std::max(bytes, std::max(2 * size, size_t{1} << 20));
+    void* mapped = mmap(nullptr, wanted, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(mapped != MAP_FAILED, "tsmem: no address space left for a shape of ", bytes, " bytes");
+    pages = mapped;
+    size = wanted;
+  }
+  return pages;
+}
+}  // namespace
+
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
-  if (options.device().is_meta()) return at::empty_strided(sizes, strides, options);
-  static int64_t nowhere[2];  // an address to hold; never read, as the callers' backward functions look at shapes alone
-  return at::from_blob(nowhere, sizes, strides, options);
+  if (!options.device().is_cpu()) return at::empty_strided(sizes, strides, options);
+  return at::from_blob(zero_pages(at::detail::computeStorageNbytes(sizes, strides, options.dtype().itemsize())), sizes,
+                       strides, options);
 }
 
 namespace {
 struct Refuse : torch::autograd::Function<Refuse> {
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList grads, at::TensorList /*inputs*/,
-                                                std::string op) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList grads,
+                                                at::TensorList /*inputs*/, std::string op) {
     ctx->saved_data["op"] = op;
     torch::autograd::variable_list out;
     for (const at::Tensor& g : grads) out.push_back(g.defined() ? g.view_as(g) : g);
     return out;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-                                ": second derivatives are not supported; restore the original with 'tsmem rewrite --restore' for this");
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "tsmem::", ctx->saved_data["op"].toStringRef(),
+        ": second derivatives are not supported; restore the original with 'tsmem rewrite --restore' for this");
   }
 };
 }  // namespace

@@ -1,6 +1,7 @@
 // Helpers that every op shares.
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <optional>
 #include <string>
@@ -21,12 +22,23 @@ bool needs_grad(const T&... t) {
   return at::GradMode::is_enabled() && ((t.defined() && t.requires_grad()) || ...);
 }
 
-// A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing but its shape.
+// True where our autograd functions apply: dense floating-point tensors outside functorch transforms and without a
+// forward-mode tangent. Everything else (complex, quantized, sparse, mkldnn, vmap, jvp) takes the stock op, which is
+// right by construction.
+bool plain(const at::Tensor& x);
+
+// True where an internal op of ours (tsmem::_…) has a kernel for x's device, and x one of the four dtypes: f32, f64,
+// bf16, f16.
+bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);
+
+// A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing
+// but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
-// Under create_graph: gradients that our kernels computed are not differentiable. Passes the defined ones through a node whose
-// backward throws "tsmem::<op>: second derivatives are not supported", so that nobody gets silently detached gradients.
-// `inputs`: what the gradients depend on (grad_output and saved tensors). Outside create_graph returns `grads` as they are.
+// Under create_graph: gradients that our kernels computed are not differentiable. Passes the defined ones through a
+// node whose backward throws "tsmem::<op>: second derivatives are not supported", so that nobody gets silently detached
+// gradients. `inputs`: what the gradients depend on (grad_output and saved tensors). Outside create_graph returns
+// `grads` as they are.
 std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op, at::TensorList inputs);
 
 }  // namespace tsmem

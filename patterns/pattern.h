@@ -1,24 +1,37 @@
-// What a pattern is: plain data. The list of all of them, in the order in which they are tried, is all_patterns().
+// What a pattern is: plain data, one file a pattern, and the ordered list of all of them.
+//
+// `match` is IR over canonical operators, one a line, the last line the one that the search starts from:
+//     %n = batch_norm(%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn)
+//     %z = act(%n)
+// Every spelling of an operator has one canonical form there (rewriter/canonical.h): `act` is any activation, in place
+// or not; `add` and `mul` match their operands in either order; other names are aten's, matched with all their
+// arguments in order. `rewrite` is IR too, each line put where the line of `match` with the same first output stood.
+// ACT stands for the matched activation's name and arguments; constants and lists of constants are written as they are.
 #pragma once
+#include <set>
 #include <string>
 #include <vector>
 
 namespace tsmem {
 
-struct Rule {  // one thing to look for, and what to put in its place; see docs/adding-a-pattern.md
-  std::string match;    // IR over canonical ops, one node a line
-  std::string rewrite;  // IR of one node over the values of `match`
+struct Rule {
+  std::string match, rewrite;
+  std::set<std::string> shared = {};  // inner values that may have other users, because `rewrite` defines them too
+  std::string sizes = {};  // "%c = tsmem::op(…) -> int[]": the sizes of an inner value whose users only ask for these
+  std::set<std::string> activations =
+      {};  // which activations `act` stands for; empty: any. "in-place": any that overwrites its input
 };
 
 struct Pattern {
-  std::string name;     // its file's, --only's, and the report's
-  std::string algebra;  // one line: what is computed, and what is kept for backward
-  std::string keeps;    // saved tensors before and after, for `tsmem patterns NAME`
-  std::string conditions;
-  bool by_default = true;  // false: used only when named by --only
+  std::string name;        // its file's, --only's, and the report's
+  std::string algebra;     // one line: what is computed
+  std::string keeps;       // saved tensors, before and after
+  std::string conditions;  // when it is legal and worth it, in words
+  bool by_default = true;  // false: used only when --only names it
   std::vector<Rule> rules;
 };
 
+// In the order in which they are tried: the first that matches a node takes it.
 const std::vector<Pattern>& all_patterns();
 
 }  // namespace tsmem

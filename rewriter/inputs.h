@@ -1,28 +1,50 @@
-// Example inputs from the command line: --input SPEC and --inputs @FILE.pt.
+// Example inputs from the command line: --input SPEC and --inputs @FILE.pt; and what backward starts from.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
 
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace tsmem {
 
-// One argument a SPEC: "8x3x224x224", "4x128:i64[0,30522)", "8x3x224x224:bf16", "3:int", or "@file.pt" (torch.save: tensors in any
-// nesting of lists, tuples, dicts and None). Random values are drawn with `seed`: normal for floating point, uniform in the range
-// for integers. `inputs_file`, where not empty, is "@file.pt" with a tuple of all arguments and replaces `specs`.
-// Throws Error(kUsage) for a SPEC that can't be read, Error(kBadInput) for a file.
-std::vector<c10::IValue> make_inputs(const std::vector<std::string>& specs, const std::string& inputs_file, uint64_t seed,
-                                     const std::string& device);
+// One argument a SPEC: "8x3x224x224", "4x128:i64[0,30522)", "8x3x224x224:bf16", "():f32" (no dimensions), "3:int",
+// "0.5:float", "true:bool", or "@file.pt" (torch.save: tensors, numbers, strings and None in any nesting of lists,
+// tuples and dicts). Dtypes: f32 (default), f64, bf16, f16, i64, i32, i16, i8, u8, bool. Random values are drawn with
+// `seed`: normal for floating point, or uniform in the range where one is given; uniform in the range for integers,
+// [0,256) for u8 and [0,2) for the others by default. `inputs_file`, where not empty, is "@file.pt" with a tuple or
+// list of all arguments and replaces `specs`. Throws Error(kUsage) for a SPEC that can't be read, Error(kBadInput) for
+// a file.
+std::vector<c10::IValue> make_inputs(const std::vector<std::string>& specs, const std::string& inputs_file,
+                                     uint64_t seed, const std::string& device);
 
-// Throws Error(kBadInput) with one sentence where the arguments do not fit the method's schema (too few, too many, wrong type).
-void check_inputs(const torch::jit::Module& module, const std::string& method, const std::vector<c10::IValue>& inputs);
+// The arguments as the method's schema types them: lists and dicts get their element types, a tuple becomes a list
+// where a list is wanted, an int a float. Trailing arguments with defaults may be left out. Throws Error(kBadInput)
+// with one sentence where they do not fit (too few, too many, wrong type), Error(kUsage) where there is no such method.
+std::vector<c10::IValue> check_inputs(const torch::jit::Module& module, const std::string& method,
+                                      const std::vector<c10::IValue>& inputs);
 
-// Every floating-point tensor in nested lists, tuples, dicts; in order (dicts by key).
+// Throws Error(kUsage) with one sentence where LibTorch can't use the device ("cpu", "cuda", "cuda:1"). Loads
+// LibTorch's CUDA part.
+void require_device(const std::string& device);
+
+// Every tensor in nested lists, tuples, dicts and objects; in order (dicts by key).
+std::vector<at::Tensor> all_tensors(const c10::IValue& value);
+
+// Those of floating point.
 std::vector<at::Tensor> floating_tensors(const c10::IValue& value);
 
-// What backward starts from: the sum of every floating-point output tensor times a fixed random tensor (drawn with `seed`).
+// A fixed random tensor for each tensor, of its shape, dtype and device: the gradients that backward starts from. Their
+// values are exact in every floating-point dtype, so that a float64 run starts from the same numbers.
+std::vector<at::Tensor> cotangents(const std::vector<at::Tensor>& tensors, uint64_t seed);
+
+// What backward starts from: the sum of every floating-point output tensor times its cotangent.
 // Throws Error(kBadInput) where there is no floating-point output.
 at::Tensor loss_of(const c10::IValue& output, uint64_t seed);
+
+// The value with `f` applied to every tensor; lists, tuples and dicts are rebuilt, objects are shared.
+c10::IValue map_tensors(const c10::IValue& value, const std::function<at::Tensor(const at::Tensor&)>& f);
 
 // A deep copy with tensors cloned (dtype: floating-point ones cast where given).
 c10::IValue clone_value(const c10::IValue& value, std::optional<at::ScalarType> dtype = {});

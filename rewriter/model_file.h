@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/api/module.h>
 
 #include <map>
+#include <memory>
 #include <string>
 
 namespace tsmem {
@@ -18,15 +19,45 @@ struct ModelFile {
 // pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, asks for --ops).
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
 
-// Writes a module and its extra files to a temporary file beside `path`, syncs it, reads its directory back, and renames it.
-// An existing file is refused unless `force`. Nothing at `path` changes when anything fails (full disk, no permission).
+// A module and its extra files, written to a temporary file beside `path`, synced and its directory read back. It can be loaded
+// from temporary() and looked at; commit() renames it to `path`, and without that it is removed. An existing file is refused unless
+// `force`. Nothing at `path` changes when anything fails (full disk, no permission). Throws Error(kBadInput), Error(kUsage) for a
+// file that exists. Tensors are written one by one: no second copy of the module is held.
+class PendingModel {
+ public:
+  PendingModel(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
+               const std::string& path, bool force);
+  PendingModel(const PendingModel&) = delete;
+  PendingModel& operator=(const PendingModel&) = delete;
+  ~PendingModel();
+  const std::string& temporary() const;
+  void commit();
+
+ private:
+  struct File;
+  std::unique_ptr<File> file_;
+  bool force_;
+};
+
+// PendingModel and commit() in one.
 void save_model(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
                 const std::string& path, bool force);
 
-// Writes text (JSON, SVG, HTML) as save_model writes a module; here an existing file is replaced.
+// What save_model checks before it begins, for those who want to know before a long computation: that `path` can be made, and that
+// nothing is there unless `force`. Throws Error(kBadInput), Error(kUsage) for a file that exists.
+void check_output(const std::string& path, bool force);
+
+// True where both names lead to the same existing file, through links too.
+bool same_file(const std::string& a, const std::string& b);
+
+// Writes text (JSON, SVG, HTML) as save_model writes a module; here an existing file is replaced, and a device
+// or pipe (/dev/stdout) is written to.
 void save_text(const std::string& text, const std::string& path);
 
 // dlopens an op library (RTLD_GLOBAL), so that its ops are known. Throws Error(kBadInput).
 void load_op_library(const std::string& path);
+
+// Removes the file that save_model or save_text is writing at this moment. For signal handlers.
+void remove_temporary_file();
 
 }  // namespace tsmem

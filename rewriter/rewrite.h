@@ -17,7 +17,7 @@ struct RewriteOptions {
 struct Match {
   std::string pattern, module, method;
   std::vector<std::string> nodes;  // the matched ops with their places, in graph order: "bn1.forward: aten::batch_norm"
-  std::string op;                  // what was put there: "tsmem::batch_norm_act"
+  std::string op;                  // what was put there: "tsmem::batch_norm_act"; several joined by " + "
 };
 
 struct Refusal {
@@ -29,17 +29,16 @@ struct RewriteReport {
   std::vector<Refusal> refused;
 };
 
-// Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is restored first.
-// With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that matches nothing.
+// Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
+// restored first. With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that
+// matches nothing.
 RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options, bool dry_run = false);
 
-// Puts the original methods back and removes all `_tsmem_*` ones. False where there were none. Weights stay as they are.
+// Puts the original methods back and removes all `_tsmem_*` ones. False where there were none. Weights stay as they
+// are.
 bool restore(torch::jit::Module& module);
 
 bool is_rewritten(const torch::jit::Module& module);
-
-// True where `path` ("layer1.0.bn1") matches `glob`: fnmatch on each part, `**` across parts.
-bool glob_match(const std::string& glob, const std::string& path);
 
 // Distinct classes of the module tree with the path of their first instance ("" for the root), parents first.
 struct ModuleClass {

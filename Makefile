@@ -1,0 +1,39 @@
+# make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
+# make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
+# make test    every test
+# make bench   every benchmark; results in build/bench
+# TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+SOURCES = $$(git ls-files '*.cpp' '*.h')
+
+.PHONY: build demo test bench setup clean format tidy
+
+setup:
+	@cmake/setup.sh
+
+build: setup
+	@cmake --preset release -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
+	@cmake --build --preset release
+
+demo: build
+	@$(PYTHON) examples/demo.py
+
+# Both parts run, whatever the first says.
+test: build
+	@ctest --preset release; cpp=$$?; $(PYTHON) -m pytest tests; py=$$?; \
+	if [ $$cpp -ne 0 ]; then echo "make test: ctest failed"; fi; \
+	if [ $$py -ne 0 ]; then echo "make test: pytest failed"; fi; \
+	[ $$cpp -eq 0 ] && [ $$py -eq 0 ]
+
+bench: build
+	@$(PYTHON) bench/run.py
+
+clean:
+	rm -rf build
+
+format:
+	clang-format -i $(SOURCES)
+
+tidy: build
+	@git ls-files '*.cpp' | grep -v -e '^examples/' -e '^bench/' -e '\.kernel\.cpp$$' | xargs -P $$(nproc) -n 1 clang-tidy --quiet --warnings-as-errors='*' -p build

@@ -1,0 +1,158 @@
+// The command line: parse, run, print.
+#include <c10/util/Exception.h>
+#include <torch/version.h>
+
+#include <csignal>
+#include <cstdio>
+#include <iostream>
+#include <new>
+
+#include "cli.h"
+#include "rewriter/error.h"
+#include "rewriter/model_file.h"
+
+namespace tsmem::cli {
+namespace {
+
+struct Command {
+  const char *name, *what;
+  Run (*add)(CLI::App&, const Common&);
+};
+
+const Command commands[] = {
+    {"rewrite", "Rewrite a model so that it needs less memory while it trains", add_rewrite},
+    {"diff", "Show what differs between the graphs of two models", add_diff},
+    {"profile", "Measure the memory and time of a training step", add_profile},
+    {"verify", "Check that two models give the same numbers", add_verify},
+    {"plan", "Show peak memory against step time", add_plan},
+    {"inspect", "List modules, parameters, operators, and what would be rewritten", add_inspect},
+    {"patterns", "List the rewrite patterns, or explain one", add_patterns},
+    {"completion", "Print a completion script for a shell", add_completion},
+};
+
+struct Warnings : c10::WarningHandler {  // PyTorch's: only for those who ask
+  explicit Warnings(const Common& common) : common(common) {}
+  void process(const c10::Warning& warning) override {
+    if (common.verbose) std::cerr << "warning: " << warning.msg() << "\n";
+  }
+  const Common& common;
+};
+
+void on_signal(int number) {
+  remove_temporary_file();
+  std::signal(number, SIG_DFL);
+  std::raise(number);
+}
+
+void handle_signals() {
+  std::signal(SIGPIPE, SIG_IGN);  // writes fail instead, which print() knows
+  std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a full disk
+  for (int number : {SIGINT, SIGTERM, SIGHUP})
+    if (std::signal(number, on_signal) == SIG_IGN) std::signal(number, SIG_IGN);  // nohup
+}
+
+std::vector<std::string> option_names(const CLI::App& root) {
+  std::vector<std::string> names;
+  auto add = [&](const CLI::App* app) {
+    for (auto option : app->get_options())
+      for (auto& name : option->get_lnames()) names.push_back("--" + name);
+  };
+  add(&root);
+  for (auto command : root.get_subcommands()) add(command);
+  return names;
+}
+
+// CLI11's message as a sentence, with a guess at what was meant.
+std::string usage_error(const CLI::App& root, const CLI::ParseError& error) {
+  auto parsed = root.get_subcommands();
+  auto rest = root.remaining(true);
+  for (auto& word : rest)
+    if (word.size() > 1 && word[0] == '-' && word != "--") {
+      auto name = word.substr(0, word.find('='));
+      return "There is no option " + name + did_you_mean(name, option_names(root)) + ".";
+    }
+  if (parsed.empty()) {
+    std::vector<std::string> names;
+    for (auto& command : commands) names.push_back(command.name);
+    if (rest.empty()) return "Say what to do: " + enumerate(names) + ".";
+    return "There is no command '" + rest[0] + "'" + did_you_mean(rest[0], names) + ".";
+  }
+  if (!rest.empty() && dynamic_cast<const CLI::ExtrasError*>(&error)) return "There is an argument too many: '" + rest[0] + "'.";
+  std::string text = error.what();
+  if (dynamic_cast<const CLI::ArgumentMismatch*>(&error)) return text.substr(0, text.find(':')) + " needs a value.";
+  if (text.starts_with("Could not convert: ")) {
+    auto equals = text.find(" = ");
+    return text.substr(19, equals - 19) + " can't be '" + text.substr(equals == text.npos ? text.size() : equals + 3) + "'.";
+  }
+  text = text.substr(0, text.find('\n'));
+  return text.ends_with('.') ? text : text + ".";
+}
+
+int run(int argc, char** argv) {
+  Common common;
+  CLI::App app("Makes TorchScript models need less memory while they train.", "tsmem");
+  app.footer("Example: tsmem rewrite model.pt -o model.mem.pt\n\nEvery command has its own help: tsmem rewrite --help");
+  app.set_version_flag("--version", "tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION ")", "Print the version and exit");
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  app.require_subcommand(1)->fallthrough();
+  app.add_option("--seed", common.seed, "Seed of random inputs (default 0)");
+  app.add_flag("-v,--verbose", common.verbose, "Print more");
+  app.add_flag("-q,--quiet", common.quiet, "Print errors and results alone");
+  app.add_option("--color", common.color, "auto, always or never")->check(CLI::IsMember({"auto", "always", "never"}));
+  app.add_option("--ops", common.op_libraries, "A library of custom operators that the model needs; repeatable")
+      ->type_name("LIB.so")
+      ->allow_extra_args(false);
+  std::vector<std::pair<CLI::App*, Run>> runs;
+  for (auto& command : commands) {
+    auto sub = app.add_subcommand(command.name, command.what);
+    runs.emplace_back(sub, command.add(*sub, common));
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {  // --help, --version
+    return app.exit(success, std::cout, std::cerr);
+  } catch (const CLI::ParseError& error) {
+    auto used = app.get_subcommands();
+    std::cerr << "tsmem: " << usage_error(app, error) << "\nSee: tsmem " << (used.empty() ? "" : used[0]->get_name() + " ")
+              << "--help\n";
+    return kUsage;
+  }
+  Warnings warnings(common);
+  c10::WarningUtils::set_warning_handler(&warnings);
+  for (auto& library : common.op_libraries) load_op_library(library);
+  int code = kOk;
+  for (auto& [command, action] : runs)
+    if (command->parsed()) code = action();
+  c10::WarningUtils::set_warning_handler(nullptr);
+  return code;
+}
+
+bool out_of_memory(const std::exception& e) {
+  return dynamic_cast<const std::bad_alloc*>(&e) || dynamic_cast<const c10::OutOfMemoryError*>(&e) ||
+         std::string_view(e.what()).find("can't allocate memory") != std::string_view::npos;
+}
+
+}  // namespace
+}  // namespace tsmem::cli
+
+int main(int argc, char** argv) {
+  using namespace tsmem;
+  cli::handle_signals();
+  try {
+    int code = cli::run(argc, argv);
+    cli::print("");  // what is still in the buffer
+    return code;
+  } catch (const Error& e) {
+    std::cerr << "tsmem: " << e.what() << "\n";
+    return e.code;
+  } catch (const std::exception& e) {
+    c10::WarningUtils::set_warning_handler(nullptr);
+    if (cli::out_of_memory(e)) {
+      std::cerr << "tsmem: There is not enough memory for this model and these inputs.\n";
+      return kBadInput;
+    }
+    std::cerr << "tsmem: " << sentence(e) << "\nThis is a bug in tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION
+              << "). Please report it with this message, the command line, and the model or the code that makes it.\n";
+    return kBug;
+  }
+}

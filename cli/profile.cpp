@@ -1,0 +1,210 @@
+// tsmem profile: run training steps, print where the memory goes.
+#include <fmt/format.h>
+
+#include <map>
+#include <memory>
+
+#include "cli.h"
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/memory.h"
+#include "rewriter/model_file.h"
+#include "run_options.h"
+
+namespace tsmem::cli {
+namespace {
+
+struct Options {
+  std::string model, other, plot;
+  RunOptions run;
+  bool eval = false, input_grad = false;
+  int depth = 2, steps = 5, warmup = 3;
+};
+
+std::string parent(const std::string& path) {
+  auto dot = path.rfind('.');
+  return dot == std::string::npos ? "" : path.substr(0, dot);
+}
+
+int depth_of(const std::string& path) {
+  return path.empty() ? 0 : 1 + static_cast<int>(std::count(path.begin(), path.end(), '.'));
+}
+
+// Every module with what the modules inside of it have added.
+std::map<std::string, ModuleMemory> totals(const Profile& p) {
+  std::map<std::string, ModuleMemory> sums;
+  for (auto& m : p.modules) sums[m.path] = {m.path, m.type, 0, 0, 0};
+  for (auto& m : p.modules)
+    for (auto path = m.path;; path = parent(path)) {
+      auto& s = sums[path];
+      s.saved_bytes += m.saved_bytes;
+      s.forward_bytes += m.forward_bytes;
+      s.backward_bytes += m.backward_bytes;
+      if (path.empty()) break;
+    }
+  return sums;
+}
+
+std::string label(const std::string& path) {
+  if (path.empty()) return "(model)";
+  return std::string(2 * static_cast<size_t>(depth_of(path)), ' ') + path.substr(path.rfind('.') + 1);
+}
+
+void print_tree(const Profile& p, const Profile* other, const Options& o) {
+  auto sums = totals(p);
+  auto theirs = other ? totals(*other) : std::map<std::string, ModuleMemory>();
+  std::vector<std::vector<std::string>> rows;
+  if (other)
+    rows.push_back({"module", "type", "saved", "other", "ratio", "backward", "other"});
+  else
+    rows.push_back({"module", "type", "saved", "share", "forward", "backward"});
+  size_t folded = 0;
+  for (auto& m : p.modules) {
+    auto& s = sums[m.path];
+    auto* t = theirs.contains(m.path) ? &theirs[m.path] : nullptr;
+    bool empty = s.saved_bytes + s.forward_bytes + s.backward_bytes == 0 &&
+                 (!t || t->saved_bytes + t->forward_bytes + t->backward_bytes == 0);
+    if (empty && !m.path.empty()) continue;
+    if (o.depth >= 0 && depth_of(m.path) > o.depth) {
+      ++folded;
+      continue;
+    }
+    if (other)
+      rows.push_back({label(m.path), m.type, bytes_text(s.saved_bytes), t ? bytes_text(t->saved_bytes) : "-",
+                      t ? ratio_text(static_cast<double>(t->saved_bytes), static_cast<double>(s.saved_bytes)) : "-",
+                      bytes_text(s.backward_bytes), t ? bytes_text(t->backward_bytes) : "-"});
+    else
+      rows.push_back({label(m.path), m.type, bytes_text(s.saved_bytes),
+                      p.saved_bytes ? fmt::format("{:.1f} %", 100.0 * static_cast<double>(s.saved_bytes) /
+                                                                  static_cast<double>(p.saved_bytes))
+                                    : "-",
+                      bytes_text(s.forward_bytes), bytes_text(s.backward_bytes)});
+  }
+  for (size_t c = 2; c < rows[0].size(); ++c) align_right(rows, c);
+  print(table(rows));
+  if (folded)
+    print(fmt::format("{} deeper {} folded into the rows above; --depth -1 shows all.\n", folded,
+                      folded == 1 ? "module is" : "modules are"));
+}
+
+void print_ops(const Profile& p, const Profile* other) {
+  std::map<std::string, OpMemory> theirs;
+  if (other)
+    for (auto& op : other->ops) theirs[op.op] = op;
+  std::vector<std::vector<std::string>> rows = {{"saved by", "bytes", "tensors"}};
+  if (other) rows[0].insert(rows[0].end(), {"other", "tensors"});
+  auto add = [&](const std::string& name, const OpMemory* a, const OpMemory* b) {
+    rows.push_back({name.empty() ? "(no operator)" : name, a ? bytes_text(a->saved_bytes) : "-",
+                    a ? std::to_string(a->count) : "-"});
+    if (other)
+      rows.back().insert(rows.back().end(), {b ? bytes_text(b->saved_bytes) : "-", b ? std::to_string(b->count) : "-"});
+  };
+  for (auto& op : p.ops) {
+    auto it = theirs.find(op.op);
+    add(op.op, &op, it == theirs.end() ? nullptr : &it->second);
+    if (it != theirs.end()) theirs.erase(it);
+  }
+  if (other)
+    for (auto& op : other->ops)
+      if (theirs.contains(op.op)) add(op.op, nullptr, &op);
+  if (rows.size() == 1) return;
+  for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
+  print("\n" + table(rows));
+}
+
+void print_totals(const Profile& p, const Profile* other, bool color) {
+  std::vector<std::vector<std::string>> rows = {{"", other ? "model" : ""}};
+  if (other) rows[0].insert(rows[0].end(), {"other", "ratio"});
+  auto bytes = [&](const char* name, int64_t Profile::*field) {
+    rows.push_back({name, bytes_text(p.*field)});
+    if (other)
+      rows.back().insert(rows.back().end(), {bytes_text(other->*field), ratio_text(static_cast<double>(other->*field),
+                                                                                   static_cast<double>(p.*field))});
+  };
+  auto seconds = [&](const char* name, double Profile::*field) {
+    rows.push_back({name, seconds_text(p.*field)});
+    if (other)
+      rows.back().insert(rows.back().end(), {seconds_text(other->*field), ratio_text(other->*field, p.*field)});
+  };
+  bytes("inputs", &Profile::input_bytes);
+  bytes("parameters", &Profile::parameter_bytes);
+  bytes("saved for backward", &Profile::saved_bytes);
+  bytes("peak", &Profile::peak_bytes);
+  seconds("forward", &Profile::forward_seconds);
+  seconds("backward", &Profile::backward_seconds);
+  seconds("step", &Profile::step_seconds);
+  for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
+  if (!other) rows.erase(rows.begin());
+  auto text = table(rows);
+  // The line that the command is about.
+  auto at = text.find("saved for backward");
+  auto end = text.find('\n', at);
+  print(text.substr(0, at) + paint(text.substr(at, end - at), Color::bold, color) + text.substr(end) + "\n");
+}
+
+Profile measure(const std::string& path, const Options& o, const Common& common) {
+  auto file = load_model(path, o.run.device);
+  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
+  Progress progress(common);
+  ProfileOptions options;
+  options.method = o.run.method;
+  options.device = o.run.device;
+  options.train = !o.eval;
+  options.input_grad = o.input_grad;
+  options.seed = common.seed;
+  options.steps = o.steps;
+  options.warmup = o.warmup;
+  options.progress = [&](const std::string& text) { progress(path + ": " + text); };
+  return profile(file.module, inputs, options);
+}
+
+int run(const Options& o, const Common& common) {
+  if (!o.plot.empty()) throw Error(kUsage, "Plots are not available in this version; use --json or --vs.");
+  o.run.apply();
+  require_device(o.run.device);
+  auto p = measure(o.model, o, common);
+  std::unique_ptr<Profile> other;
+  if (!o.other.empty()) other = std::make_unique<Profile>(measure(o.other, o, common));
+  if (!o.run.json.empty()) {
+    auto json = to_json(p);
+    if (other) json["vs"] = to_json(*other);
+    write_json(json, o.run.json, {o.model, o.other});
+  }
+  if (o.run.json == "-") return kOk;
+  bool color = use_color(common);
+  print(paint(o.model, Color::bold, color) + (other ? " and " + paint(o.other, Color::bold, color) : "") +
+        fmt::format(", {} mode, on {}\n\n", o.eval ? "eval" : "train", o.run.device));
+  print_totals(p, other.get(), color);
+  if (!p.has_backward)
+    print("No output needs a gradient, so there was no backward; --input-grad asks for the inputs' gradients.\n\n");
+  print_tree(p, other.get(), o);
+  print_ops(p, other.get());
+  return kOk;
+}
+
+}  // namespace
+
+Run add_profile(CLI::App& app, const Common& common) {
+  auto o = std::make_shared<Options>();
+  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  o->run.add(app);
+  app.add_flag("--eval", o->eval, "In eval mode (default: train mode); backward runs all the same");
+  app.add_flag("--input-grad", o->input_grad, "Floating-point inputs need a gradient too");
+  app.add_option("--vs", o->other, "Measure this model too, and print both side by side")->type_name("OTHER.pt");
+  app.add_option("--depth", o->depth, "Fold modules deeper than this (default 2; -1: show all)")->type_name("N");
+  app.add_option("--steps", o->steps, "Timed steps, after the warm-up (default 5)")
+      ->type_name("N")
+      ->check(CLI::Range(5, 100000));
+  app.add_option("--warmup", o->warmup, "Steps before the one that is recorded (default 3)")
+      ->type_name("N")
+      ->check(CLI::Range(3, 100000));
+  app.add_option("--plot", o->plot, "Not in this version")->type_name("FILE")->group("Not in this version");
+  app.footer(
+      "Example: tsmem profile model.pt --input 8x3x224x224 --vs model.mem.pt\n\n"
+      "saved: bytes alive after forward because backward needs them; peak: the most bytes that a step has allocated at "
+      "once.\n"
+      "forward, backward: bytes allocated there, freed again or not.");
+  return [o, &common] { return run(*o, common); };
+}
+
+}  // namespace tsmem::cli

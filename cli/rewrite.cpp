@@ -1,0 +1,249 @@
+// tsmem rewrite: load, rewrite, write beside the output, check what was written, rename.
+#include <fmt/format.h>
+#include <torch/version.h>
+
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli.h"
+#include "patterns/pattern.h"
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/model_file.h"
+#include "rewriter/rewrite.h"
+#include "rewriter/text.h"
+#include "rewriter/verify.h"
+
+namespace tsmem::cli {
+namespace {
+
+using nlohmann::json;
+
+struct Options {
+  std::string model, output, level = "ops", budget, inputs_file, amp, device = "cpu", batch_sizes, fit, json_file;
+  std::vector<std::string> inputs, checkpoint;
+  int optimizer_states = 0;
+  RewriteOptions rewrite;
+  bool estimate = false, undo = false, explain = false, dry_run = false, force = false;
+};
+
+// Options of levels that are not there exist all the same, so that they can say what to use instead.
+void refuse_missing_levels(const Options& o, const CLI::App& app) {
+  auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
+  if (given("--level") && o.level == "ops")
+    for (auto name : {"--budget", "--checkpoint"})
+      if (given(name)) throw Error(kUsage, std::string("--level ops and ") + name + " exclude each other.");
+  std::string what;
+  if (o.level != "ops") what = "--level " + o.level;
+  for (auto name : {"--budget", "--checkpoint", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
+    if (what.empty() && given(name)) what = name;
+  if (!what.empty())
+    throw Error(kUsage, "This version of tsmem does not have " + what + "; leave it out, and operators are rewritten (--level ops).");
+}
+
+void refuse_conflicts(const Options& o, const CLI::App& app) {
+  if (!o.undo) return;
+  for (auto name : {"--only", "--skip", "--module", "--freeze", "--train", "--method", "--explain"})
+    if (app.get_option(name)->count() > 0) throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
+}
+
+void check_files(const Options& o) {
+  if (o.output.empty()) {
+    if (!o.dry_run) throw Error(kUsage, "Name the output with -o OUT.pt, or use --dry-run.");
+  } else {
+    if (same_file(o.model, o.output))
+      throw Error(kUsage, "The output '" + o.output + "' is the input, which is never overwritten; choose another name.");
+    if (!o.dry_run) check_output(o.output, o.force);
+  }
+  for (auto& file : {o.model, o.output})
+    if (!o.json_file.empty() && !file.empty() && (o.json_file == file || same_file(o.json_file, file)))
+      throw Error(kUsage, "--json '" + o.json_file + "' is the model's own name; choose another.");
+}
+
+json options_json(const Options& o) {
+  auto& r = o.rewrite;
+  return {{"level", o.level},    {"only", r.only},     {"skip", r.skip},    {"module", r.module_globs},
+          {"freeze", r.freeze},  {"train", r.train},   {"method", r.method}};
+}
+
+json matches_json(const RewriteReport& report) {
+  json matches = json::array();
+  for (auto& m : report.matches)
+    matches.push_back({{"pattern", m.pattern}, {"module", m.module}, {"method", m.method}, {"nodes", m.nodes}, {"op", m.op}});
+  return matches;
+}
+
+json report_json(const Options& o, const RewriteReport& report) {
+  json refused = json::array();
+  for (auto& r : report.refused) refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
+  return {{"tool", "tsmem"},
+          {"version", TSMEM_VERSION},
+          {"input", o.model},
+          {"output", o.dry_run ? json() : json(o.output)},
+          {"matches", matches_json(report)},
+          {"refused", refused},
+          {"regions", json::array()},
+          {"predicted", nullptr}};
+}
+
+void print_matches(const RewriteReport& report, bool verbose) {
+  std::map<std::string, size_t> counts;
+  for (auto& match : report.matches) ++counts[match.pattern];
+  std::vector<std::vector<std::string>> rows = {{"pattern", "matches", "kept for backward"}};
+  for (auto& pattern : all_patterns())
+    if (counts.count(pattern.name)) rows.push_back({pattern.name, std::to_string(counts[pattern.name]), pattern.keeps});
+  print(table(rows));
+  if (!verbose) return;
+  print("\n");
+  rows = {{"module", "method", "pattern", "operators", "now"}};
+  for (auto& m : report.matches) {
+    std::string nodes;
+    for (auto& node : m.nodes) nodes += (nodes.empty() ? "" : ", ") + node;
+    rows.push_back({m.module.empty() ? "(model)" : m.module, m.method, m.pattern, nodes, m.op});
+  }
+  print(table(rows));
+}
+
+// Refusals by pattern and reason, the modules of each behind it.
+void print_refusals(const RewriteReport& report, bool color) {
+  if (report.refused.empty()) return print("Nothing almost matched.\n");
+  print("Almost matched:\n");
+  std::map<std::string, std::map<std::string, std::vector<std::string>>> groups;
+  for (auto& r : report.refused) groups[r.pattern][r.reason].push_back(r.module.empty() ? "(model)" : r.module);
+  for (auto& [pattern, reasons] : groups) {
+    print("  " + paint(pattern, Color::bold, color) + "\n");
+    for (auto& [reason, modules] : reasons) {
+      std::string line = "    ";
+      for (size_t i = 0; i < modules.size() && i < 4; ++i) line += (i ? ", " : "") + modules[i];
+      if (modules.size() > 4) line += fmt::format(" and {} more", modules.size() - 4);
+      print(line + ": " + reason + "\n");
+    }
+  }
+}
+
+bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
+  for (auto& glob : globs)
+    if (glob_match(glob, name)) return true;
+  return false;
+}
+
+// The original with the flags that --freeze and --train asked for: they are no difference.
+void take_flags(torch::jit::Module& original, const torch::jit::Module& rewritten, const RewriteOptions& options) {
+  std::map<std::string, bool> flags;
+  for (const auto& p : rewritten.named_parameters()) flags[p.name] = p.value.requires_grad();
+  for (const auto& p : original.named_parameters())
+    if ((matches_any(options.freeze, p.name) || matches_any(options.train, p.name)) && flags.count(p.name))
+      p.value.set_requires_grad(flags[p.name]);
+}
+
+// Compares what was written with the original. Prints what differs and returns false where it isn't the same.
+bool check_written(const Options& o, const Common& common, const std::string& written) {
+  auto original = load_model(o.model).module, rewritten = load_model(written).module;
+  take_flags(original, rewritten, o.rewrite);
+  if (auto differences = structure_differences(original, rewritten); !differences.empty())
+    throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
+  if (o.inputs.empty() && o.inputs_file.empty()) return true;
+  VerifyOptions options;
+  if (!o.rewrite.method.empty()) options.method = o.rewrite.method;
+  options.device = o.device;
+  options.seed = common.seed;
+  options.measure = false;
+  auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.device);
+  check_inputs(original, options.method, inputs);
+  auto result = verify(original, rewritten, inputs, options);
+  if (!result.equal) {
+    fmt::print(stderr, "tsmem: The rewritten model failed its verification, so no file was written: {}\n", result.verdict);
+    return false;
+  }
+  if (!common.quiet) print("Verified: " + result.verdict + "\n");
+  return true;
+}
+
+int rewrite_file(const Options& o, const Common& common, const CLI::App& app) {
+  refuse_missing_levels(o, app);
+  refuse_conflicts(o, app);
+  check_files(o);
+  auto file = load_model(o.model);
+  if (!o.rewrite.method.empty() && !file.module.find_method(o.rewrite.method)) {
+    std::vector<std::string> names;
+    for (auto& method : file.module.get_methods()) names.push_back(method.name());
+    throw Error(kUsage, "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
+  }
+  if (!o.inputs.empty() || !o.inputs_file.empty())  // before the work, not after it
+    check_inputs(file.module, o.rewrite.method.empty() ? "forward" : o.rewrite.method,
+                 make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
+
+  RewriteReport report;
+  if (o.undo) {
+    if (!restore(file.module)) throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
+    file.extra_files.erase("tsmem.json");
+  } else {
+    report = rewrite(file.module, o.rewrite, o.dry_run);
+    json about = {{"tool", "tsmem"}, {"version", TSMEM_VERSION}, {"torch", TORCH_VERSION}, {"options", options_json(o)},
+                  {"matches", matches_json(report)}};
+    file.extra_files["tsmem.json"] = about.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
+  }
+  if (!o.dry_run) {
+    PendingModel pending(file.module, file.extra_files, o.output, o.force);
+    file.module = torch::jit::Module();  // its weights are not needed beside the two that are compared
+    if (!check_written(o, common, pending.temporary())) return kDifferent;
+    pending.commit();
+  }
+
+  if (!o.json_file.empty()) write_json(report_json(o, report), o.json_file, {o.model, o.output});
+  bool json_on_stdout = o.json_file == "-";
+  if (!common.quiet && !json_on_stdout) {
+    if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
+    if (!o.undo && report.matches.empty()) print("No pattern matches this model, so there is nothing to rewrite.\n");
+  }
+  if (o.explain && !json_on_stdout) {
+    if (!common.quiet) print("\n");
+    print_refusals(report, use_color(common));
+  }
+  if (common.quiet || json_on_stdout) return kOk;
+  if (o.dry_run) print("Nothing was written (--dry-run).\n");
+  else if (o.undo) print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
+  else if (report.matches.empty()) print("Written unchanged: " + o.output + "\n");
+  else print("Written: " + o.output + "\n");
+  return kOk;
+}
+
+}  // namespace
+
+Run add_rewrite(CLI::App& app, const Common& common) {
+  auto o = std::make_shared<Options>();
+  auto many = [&](const char* name, std::vector<std::string>& to, const char* what, const char* type) {
+    return app.add_option(name, to, what)->type_name(type)->allow_extra_args(false);
+  };
+  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
+  app.add_option("--level", o->level, "ops (default): operator by operator. regions, plan: not in this version")
+      ->check(CLI::IsMember({"ops", "regions", "plan"}));
+  many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
+  app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")->type_name("@FILE.pt");
+  many("--only", o->rewrite.only, "Use this pattern alone; repeatable", "NAME");
+  many("--skip", o->rewrite.skip, "Do not use this pattern; repeatable", "NAME");
+  many("--module", o->rewrite.module_globs, "Rewrite inside these modules only, such as 'layer3.*'; repeatable", "GLOB");
+  many("--freeze", o->rewrite.freeze, "Clear requires_grad of these parameters; repeatable", "GLOB");
+  many("--train", o->rewrite.train, "Set requires_grad of these parameters; repeatable", "GLOB");
+  app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")->type_name("NAME");
+  app.add_option("--device", o->device, "Where to verify: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_flag("--restore", o->undo, "Undo a rewrite; the weights stay as they are");
+  app.add_flag("--explain", o->explain, "Print what almost matched, and why not");
+  app.add_flag("--dry-run", o->dry_run, "Write nothing");
+  app.add_flag("--force", o->force, "Replace an existing output");
+  app.add_option("--json", o->json_file, "Write a report; '-' for standard output")->type_name("FILE");
+  const std::string later = "Not in this version";
+  app.add_option("--budget", o->budget, "Peak bytes of activations. " + later)->type_name("SIZE")->group(later);
+  many("--checkpoint", o->checkpoint, "Wrap these modules whole. Not in this version", "GLOB")->group(later);
+  app.add_option("--amp", o->amp, "Run forward under autocast. " + later)->check(CLI::IsMember({"bf16", "f16"}))->group(later);
+  app.add_flag("--estimate", o->estimate, "Plan from shapes. " + later)->group(later);
+  app.add_option("--batch-sizes", o->batch_sizes, "Plan for these batch sizes. " + later)->type_name("N,N,...")->group(later);
+  app.add_option("--fit", o->fit, "The largest batch that fits. " + later)->type_name("SIZE")->group(later);
+  app.add_option("--optimizer-states", o->optimizer_states, "Of the optimizer, for --fit. " + later)->type_name("N")->group(later);
+  app.footer("Example: tsmem rewrite model.pt -o model.mem.pt --input 8x3x224x224");
+  return [o, &common, &app] { return rewrite_file(*o, common, app); };
+}
+
+}  // namespace tsmem::cli

@@ -1,0 +1,117 @@
+// tsmem verify: do two models give the same numbers?
+#include <fmt/format.h>
+
+#include <cmath>
+#include <memory>
+
+#include "cli.h"
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/model_file.h"
+#include "rewriter/verify.h"
+#include "run_options.h"
+
+namespace tsmem::cli {
+namespace {
+
+struct Options {
+  std::string a, b;
+  RunOptions run;
+  bool train = false, eval = false, no_measure = false;
+  int calls = 4, seeds = 5;
+};
+
+std::string error_text(double e) {
+  if (std::isnan(e)) return "-";
+  if (std::isinf(e)) return "other shape";
+  return e == 0 ? "0" : fmt::format("{:.1e}", e);
+}
+
+void print_calls(const VerifyResult& r) {
+  std::vector<std::vector<std::string>> rows = {{"mode", "call", "outputs", "gradients", "buffers", "float64"}};
+  int n = 0;
+  for (size_t i = 0; i < r.calls.size(); ++i) {
+    auto& c = r.calls[i];
+    n = i && r.calls[i - 1].mode == c.mode ? n + 1 : 1;
+    bool grad = c.mode != "no_grad";
+    rows.push_back({c.mode, std::to_string(n), error_text(c.output_error), grad ? error_text(c.gradient_error) : "-",
+                    error_text(c.buffer_error), error_text(c.f64_error)});
+  }
+  for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
+  print("\nRelative errors of the second model against the first\n" + table(rows));
+}
+
+void print_figures(const VerifyResult& r) {
+  if (!r.measured) return;
+  std::vector<std::vector<std::string>> rows = {{"", "first", "second", "ratio"}};
+  auto bytes = [&](const char* name, const int64_t(&v)[2]) {
+    rows.push_back(
+        {name, bytes_text(v[0]), bytes_text(v[1]), ratio_text(static_cast<double>(v[1]), static_cast<double>(v[0]))});
+  };
+  bytes("saved for backward", r.saved_bytes);
+  bytes("peak", r.peak_bytes);
+  rows.push_back({"step", seconds_text(r.step_seconds[0]), seconds_text(r.step_seconds[1]),
+                  ratio_text(r.step_seconds[1], r.step_seconds[0])});
+  for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
+  print("\n" + table(rows));
+}
+
+int run(const Options& o, const Common& common) {
+  o.run.apply();
+  require_device(o.run.device);
+  auto a = load_model(o.a, o.run.device), b = load_model(o.b, o.run.device);
+  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
+  VerifyOptions options;
+  options.method = o.run.method;
+  options.device = o.run.device;
+  options.calls = o.calls;
+  options.seeds = o.seeds;
+  options.seed = common.seed;
+  options.train_mode = o.train || !o.eval;
+  options.eval_mode = o.eval || !o.train;
+  options.measure = !o.no_measure;
+  Progress progress(common);
+  options.progress = [&](const std::string& text) { progress(text); };
+  auto r = verify(a.module, b.module, inputs, options);
+  progress.clear();
+  int code = r.equal ? kOk : kDifferent;
+  if (!o.run.json.empty()) write_json(to_json(r), o.run.json, {o.a, o.b});
+  if (o.run.json == "-") return code;
+  print(paint(r.verdict, r.equal ? Color::green : Color::red, use_color(common)) + "\n");
+  size_t shown = common.verbose ? r.differences.size() : std::min<size_t>(r.differences.size(), 10);
+  if (r.differences.size() > 1) {
+    print("\nDifferences\n");
+    for (size_t i = 0; i < shown; ++i) print("  " + r.differences[i] + "\n");
+    if (shown < r.differences.size()) print(fmt::format("  and {} more; -v shows all\n", r.differences.size() - shown));
+  }
+  if (!common.quiet) {
+    print_calls(r);
+    print_figures(r);
+    for (auto& note : r.notes) print("\n" + note + "\n");
+  }
+  return code;
+}
+
+}  // namespace
+
+Run add_verify(CLI::App& app, const Common& common) {
+  auto o = std::make_shared<Options>();
+  app.add_option("A.pt", o->a, "The original")->required();
+  app.add_option("B.pt", o->b, "The model that should be the same")->required();
+  o->run.add(app);
+  app.add_option("--calls", o->calls, "Calls to compare in each mode (default 4)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 10000));
+  app.add_option("--seeds", o->seeds, "Inputs over which median error ratios are taken (default 5)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 10000));
+  app.add_flag("--train", o->train, "In train mode alone");
+  app.add_flag("--eval", o->eval, "In eval mode alone, with and without grad");
+  app.add_flag("--no-measure", o->no_measure, "Compare numbers alone, not memory and time");
+  app.footer(
+      "Example: tsmem verify model.pt model.mem.pt --input 8x3x224x224\n\nExit code 0 where the models are equal, 1 "
+      "where not.");
+  return [o, &common] { return run(*o, common); };
+}
+
+}  // namespace tsmem::cli

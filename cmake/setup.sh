@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p build
+
+die() { echo "set-up: $*" >&2; exit 1; }
+
+# Debian packages
+packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev coinor-libcbc-dev libgtest-dev libbenchmark-dev python3-venv)
+if command -v dpkg-query >/dev/null; then
+  missing=()
+  for p in "${packages[@]}"; do
+    dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'install ok installed' || missing+=("$p")
+  done
+  if [ ${#missing[@]} -gt 0 ]; then
+    as_root=()
+    if [ "$(id -u)" -ne 0 ]; then
+      command -v sudo >/dev/null || die "these packages are missing, and there is neither root nor sudo to install them: ${missing[*]}"
+      as_root=(sudo)
+    fi
+    echo "set-up: installing ${missing[*]}"
+    "${as_root[@]}" apt-get update -qq || die "apt-get update failed; these packages are missing: ${missing[*]}"
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >build/apt.log 2>&1 ||
+      { tail -n 20 build/apt.log >&2; die "apt-get could not install: ${missing[*]}"; }
+  fi
+else
+  for tool in cmake ninja g++; do command -v "$tool" >/dev/null || die "'$tool' is missing; install what Debian calls: ${packages[*]}"; done
+fi
+
+# Python. With TSMEM_TORCH the environment is made from the Python which that torch is installed for, and finds torch there.
+site=""
+if [ -n "${TSMEM_TORCH:-}" ]; then
+  [ -f "$TSMEM_TORCH/lib/libtorch_cpu.so" ] || die "TSMEM_TORCH='$TSMEM_TORCH' has no lib/libtorch_cpu.so; it must name the torch folder in site-packages."
+  site=$(dirname "$(realpath "$TSMEM_TORCH")")
+  [ "$site" != "$(realpath -m .venv)/lib/$(basename "$(dirname "$site")")/site-packages" ] || site=""  # .venv's own
+fi
+
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+python=""
+if [ -n "$site" ]; then
+  name=$(basename "$(dirname "$site")") # python3.11, or python3 in Debian's dist-packages
+  for p in "$site/../../../bin/$name" "$name" python3; do
+    # It has to be the Python that torch's extension modules were built for.
+    if usable "$p" && PYTHONPATH=$site "$p" -c 'import torch' >/dev/null 2>&1; then python=$p && break; fi
+  done
+  [ -n "$python" ] || die "found no python3 that can import the torch in '$site'."
+else
+  for p in python3 python3.13 python3.12 python3.11 python3.10; do
+    if usable "$p"; then python=$p && break; fi
+  done
+  [ -n "$python" ] || die "a python3 of version 3.10 or later with its venv module is needed."
+fi
+
+state="torch from ${site:-PyPI}; requirements $(sha256sum python/requirements.txt | cut -d' ' -f1)"
+stamp=.venv/.tsmem-setup
+if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
+  # An environment whose torch came from elsewhere can't be changed into this one.
+  if [ -f $stamp ] && [ "$(sed 's/;.*//' $stamp)" != "${state%%;*}" ]; then rm -rf .venv; fi
+  [ -x .venv/bin/python ] || "$python" -m venv .venv || die "could not make .venv with $python."
+  packages_dir=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  # `import tsmem` takes the package from python/, and the package finds the library in build/.
+  { realpath python; [ -z "$site" ] || echo "$site"; } >"$packages_dir/tsmem-build.pth"
+  echo "set-up: installing Python packages into .venv"
+  requirements=python/requirements.txt
+  if [ -n "$site" ]; then # that torch, whatever its version is
+    requirements=build/requirements.txt
+    grep -v '^torch==' python/requirements.txt >$requirements
+    echo "torch==$(.venv/bin/python -c 'import torch; print(torch.__version__)')" >>$requirements
+  fi
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r $requirements ||
+    die "pip could not install $requirements into .venv."
+  echo "$state" >$stamp
+fi

@@ -1,0 +1,154 @@
+// Activations that keep one bit an element, or one tensor.
+//
+// relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element, in the order of
+// memory, tells which. The others keep what their stock op keeps: the input, or the output (sigmoid, tanh).
+#include "act.h"
+
+#include "common.h"
+#include "cpu/mask.h"
+#include "cpu_dtype.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Act act_of(int64_t kind, double a, double b) { return {static_cast<ActKind>(kind), a, b, 0}; }
+
+// `x` in the strides of `like`: itself, or a copy.
+Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  bool same = true;
+  for (size_t d = 0; d < sizes.size(); ++d) same = same && (sizes[d] == 1 || x.stride(d) == strides[d]);
+  return same ? x : at::empty_strided(sizes, strides, x.options()).copy_(x);
+}
+
+// --- Kernels --------------------------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
+  const Act act = act_of(kind, a, b);
+  const bool fused = act.kind != ActKind::hardsigmoid;
+  Tensor y = fused ? at::empty_like(x) : stock_act(x, act);
+  const Tensor dense = in_layout(x, y.sizes(), y.strides());
+  Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
+  const auto* from = static_cast<const char*>(dense.const_data_ptr());
+  auto* to = fused ? static_cast<char*>(y.mutable_data_ptr()) : nullptr;
+  auto* bits = mask.mutable_data_ptr<uint8_t>();
+  const Dtype dtype = cpu_dtype(x.scalar_type());
+  const int64_t n = x.numel(), size = x.element_size();
+  // By whole bytes of the mask.
+  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
+    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
+    mask_kernels().pack(dtype, act, from + first * size, to ? to + first * size : nullptr, bits + begin, count);
+  });
+  return {y, mask};
+}
+
+std::tuple<Tensor, Tensor> act_mask_meta(const Tensor& x, int64_t, double, double) {
+  return {at::empty_like(x), at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte))};
+}
+
+Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b, at::IntArrayRef strides) {
+  const Tensor dense = in_layout(grad, grad.sizes(), strides);
+  Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
+  const Act act = act_of(kind, a, b);
+  const auto* from = static_cast<const char*>(dense.const_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  const auto* bits = mask.const_data_ptr<uint8_t>();
+  const Dtype dtype = cpu_dtype(grad.scalar_type());
+  const int64_t n = grad.numel(), size = grad.element_size();
+  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
+    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
+    mask_kernels().apply(dtype, act, from + first * size, bits + begin, to + first * size, count);
+  });
+  return out;
+}
+
+Tensor act_mask_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, at::IntArrayRef strides) {
+  return at::empty_strided(grad.sizes(), strides, grad.options());
+}
+
+const c10::OperatorHandle& forward_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
+  return op;
+}
+
+std::tuple<Tensor, Tensor> act_mask(const Tensor& x, const Act& act) {
+  static const auto op = forward_op().typed<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>();
+  return op.call(x, static_cast<int64_t>(act.kind), act.a, act.b);
+}
+
+Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act, at::IntArrayRef strides) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_act_mask_backward", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef)>();
+  return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
+}
+
+// --- Autograd -------------------------------------------------------------------------------------------------------------------
+
+void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
+  ctx->set_materialize_grads(false);
+  ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
+  ctx->saved_data["a"] = act.a;
+  ctx->saved_data["b"] = act.b;
+  ctx->saved_data["strides"] = strides;
+}
+
+Tensor backward_of(AutogradContext* ctx, const Tensor& grad);
+
+// The backward is linear in the gradient, and so its own derivative: second derivatives work.
+struct ActBackward : torch::autograd::Function<ActBackward> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, const Act& act, at::IntArrayRef strides) {
+    keep(ctx, act, strides);
+    ctx->save_for_backward({mask});
+    return act_mask_backward(grad, mask, act, strides);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {backward_of(ctx, grads[0]), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
+  if (!grad.defined()) return {};
+  auto& data = ctx->saved_data;
+  const Act act = act_of(data["kind"].toInt(), data["a"].toDouble(), data["b"].toDouble());
+  const Tensor mask = ctx->get_saved_variables()[0];
+  const auto strides = data["strides"].toIntVector();
+  return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides)) : act_mask_backward(grad, mask, act, strides);
+}
+
+struct MaskedAct : torch::autograd::Function<MaskedAct> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
+    auto [y, mask] = act_mask(x, act);
+    keep(ctx, act, y.strides());
+    ctx->save_for_backward({mask});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) { return {backward_of(ctx, grads[0]), Tensor()}; }
+};
+
+Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args) {
+  const Act act = parse_act(name, args);
+  if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
+  if (one_bit(act.kind) && needs_grad(self) && self.numel() > 0 && plain(self) && has_kernel(forward_op(), self)) return MaskedAct::apply(self, act);
+  return stock_act(self, act);
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def("act(Tensor self, str act, float[] act_args) -> Tensor", TORCH_FN(act));
+  m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
+  m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  m.impl("_act_mask", TORCH_FN(act_mask_cpu));
+  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_cpu));
+}
+TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  m.impl("_act_mask", TORCH_FN(act_mask_meta));
+  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_meta));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,153 @@
+// act(batch_norm(input)) and act(batch_norm(input) + other).
+//
+// Kept for backward, decided at every call:
+//   training            input (shared with the op that made it) and two numbers a channel; the activation is recomputed
+//   training, + other   the same and the activation's bits, or `other` where the activation has no bits
+//   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth; else bits
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "norm_ops.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Counts the tensors that autograd sees among a Function's arguments, as needs_input_grad() does.
+struct Edges {
+  int64_t next = 0;
+  int64_t of(const Tensor& t) { return t.defined() ? next++ : -1; }
+  int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
+};
+
+struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
+  // Returns the output, and with `stats` the mean and the inverse deviation.
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                               const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& other, bool training,
+                               double momentum, double eps, const Act& act, bool stats, const std::string& name) {
+    ctx->set_materialize_grads(false);
+    const auto wants = [](const OptTensor& t) { return t && t->defined() && t->requires_grad(); };
+    const bool want_x = input.requires_grad(), want_w = wants(weight), want_b = wants(bias), want_z = wants(other);
+    const bool bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
+    // What the derivative of the activation is taken from, unless it is 1.
+    const bool x_alone = !other && (bits || !identity) && ((training && (want_x || want_w)) || want_w || !bits);
+    const bool keep_mask = bits && !x_alone;
+    const bool recompute = !identity && !keep_mask;
+    const bool keep_x = recompute || want_w || (training && want_x);
+
+    auto [out, mean, invstd, mask] =
+        norm_forward(input, {weight, bias, running_mean, running_var, training, momentum, eps}, other, act, keep_mask);
+    // Copies of the statistics that eval used: the buffers may change before backward. They are ours already.
+    ctx->save_for_backward({keep_x ? input : Tensor(), recompute || want_x ? value_or_undefined(weight) : Tensor(),
+                            recompute ? value_or_undefined(bias) : Tensor(), mean, invstd,
+                            recompute ? value_or_undefined(other) : Tensor(), keep_mask ? mask : Tensor()});
+    Edges edges;
+    std::vector<int64_t> state{edges.of(input), edges.of(weight), edges.of(bias)};
+    edges.of(running_mean), edges.of(running_var);
+    state.push_back(edges.of(other));
+    state.insert(state.end(), {want_x, want_w, want_b, want_z, training, is_channels_last(input), static_cast<int64_t>(act.kind),
+                               want_w ? static_cast<int64_t>(weight->scalar_type()) : 0,
+                               want_b ? static_cast<int64_t>(bias->scalar_type()) : 0});
+    ctx->saved_data["state"] = std::move(state);
+    ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
+    ctx->saved_data["name"] = name;
+    if (!stats) return {out};
+    ctx->mark_non_differentiable({mean, invstd});
+    return {out, mean, invstd};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(12);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    const auto state = ctx->saved_data["state"].toIntVector();
+    const auto arguments = ctx->saved_data["act"].toDoubleVector();
+    const Act act{static_cast<ActKind>(state[10]), arguments[0], arguments[1], arguments[2]};
+    std::array<bool, 4> want;
+    for (int i = 0; i < 4; ++i) want[i] = state[4 + i] && state[i] >= 0 && ctx->needs_input_grad(state[i]);
+    const auto saved = ctx->get_saved_variables();
+    const bool identity = act.kind == ActKind::identity;
+    std::array<bool, 4> compute = want;
+    if (identity) compute[3] = false;  // the gradient of `other` is the output's
+    std::array<Tensor, 4> g;
+    if (compute[0] || compute[1] || compute[2] || compute[3])
+      g = norm_backward({grad, optional(saved[0]), optional(saved[1]), optional(saved[2]), saved[3], saved[4], optional(saved[5]),
+                         optional(saved[6]), state[8] != 0, state[9] != 0},
+                        act, compute);
+    if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
+    if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
+    std::vector<Tensor> computed(g.begin(), g.end());
+    variable_list sources{grad};
+    sources.insert(sources.end(), saved.begin(), saved.end());
+    computed = refuse_double_backward(std::move(computed), ctx->saved_data["name"].toStringRef().c_str(), sources);
+    result[0] = computed[0], result[1] = computed[1], result[2] = computed[2];
+    result[5] = identity && want[3] ? grad : computed[3];
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act,
+                                       bool stats, const char* name) {
+  if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
+    auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum,
+                                   bn.eps, act, stats, std::string(name));
+    return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
+  }
+  auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
+  return {out, mean, invstd};
+}
+
+Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn) {
+  return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, cudnn);
+}
+
+Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+                      const OptTensor& running_var, bool training, double momentum, double eps, bool cudnn_enabled,
+                      c10::string_view name, at::ArrayRef<double> args) {
+  const Act act = parse_act(name, args);
+  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+  if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
+  return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act"));
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                                        const OptTensor& running_mean, const OptTensor& running_var, bool training,
+                                                        double momentum, double eps, bool cudnn_enabled, c10::string_view name,
+                                                        at::ArrayRef<double> args) {
+  const Act act = parse_act(name, args);
+  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats");
+  const Tensor out = stock_act(stock_norm(input, bn, cudnn_enabled), act);
+  at::NoGradGuard no_grad;
+  const auto acc = acc_type(input.scalar_type());
+  if (!training) return {out, running_mean->detach().to(acc, false, true), (running_var->detach().to(acc) + eps).rsqrt()};
+  std::vector<int64_t> dims(input.dim() - 1, 0);
+  for (int64_t d = 2; d < input.dim(); ++d) dims[d - 1] = d;
+  const auto [var, mean] = at::var_mean(input.detach().to(acc), dims, /*correction=*/0, /*keepdim=*/false);
+  return {out, mean, (var + eps).rsqrt()};
+}
+
+Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+                          const OptTensor& running_var, bool training, double momentum, double eps, bool cudnn_enabled,
+                          const Tensor& other, c10::string_view name, at::ArrayRef<double> args) {
+  const Act act = parse_act(name, args);
+  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+  if (!norm_usable(input, bn, other, act)) return stock_act(stock_norm(input, bn, cudnn_enabled) + other, act);
+  return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act"));
+}
+
+#define TSMEM_BN                                                                                            \
+  "Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, " \
+  "float momentum, float eps, bool cudnn_enabled"
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args) -> Tensor", TORCH_FN(batch_norm_act));
+  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args) -> (Tensor, Tensor, Tensor)", TORCH_FN(batch_norm_act_stats));
+  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args) -> Tensor", TORCH_FN(batch_norm_add_act));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,40 @@
+// The sizes of a convolution's result, computed without it: what a model reads of a conv output that is no longer made.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+namespace tsmem {
+namespace {
+
+// Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Source:
+// ATen/native/ConvUtils.h.
+std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+                                      at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                                      at::IntArrayRef output_padding, int64_t groups) {
+  const int64_t dims = weight.dim() - 2;
+  const bool batched = input.dim() == weight.dim();
+  TORCH_CHECK(dims > 0 && (batched || input.dim() == weight.dim() - 1), "Expected ", weight.dim() - 1,
+              "D (unbatched) or ", weight.dim(), "D (batched) input to a convolution with a weight of ", weight.dim(),
+              " dimensions, but got input of size: ", input.sizes());
+  const auto at = [](at::IntArrayRef list, int64_t i) { return list.size() == 1 ? list[0] : list[i]; };
+  std::vector<int64_t> size;
+  if (batched) size.push_back(input.size(0));
+  size.push_back(transposed ? weight.size(1) * groups : weight.size(0));
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t in = input.size(i + (batched ? 2 : 1)), reach = at(dilation, i) * (weight.size(i + 2) - 1) + 1;
+    size.push_back(transposed ? (in - 1) * at(stride, i) - 2 * at(padding, i) + reach + at(output_padding, i)
+                              : (in + 2 * at(padding, i) - reach) / at(stride, i) + 1);
+  }
+  return size;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def(
+      "conv_output_size(Tensor input, Tensor weight, int[] stride, int[] padding, int[] dilation, bool transposed, "
+      "int[] output_padding, "
+      "int groups) -> int[]",
+      TORCH_FN(conv_output_size));
+}
+
+}  // namespace tsmem

@@ -1,0 +1,336 @@
+// The raw normalisation ops on CPU: splits work over threads, keeps statistics per channel, calls the kernels.
+#include "cpu/norm.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "cpu_dtype.h"
+#include "norm_ops.h"
+
+namespace tsmem {
+
+namespace baseline { extern const NormKernels norm_kernels_table; }
+namespace avx2 { extern const NormKernels norm_kernels_table; }
+namespace avx512 { extern const NormKernels norm_kernels_table; }
+
+const NormKernels& norm_kernels() {
+  static const NormKernels& table = choose(baseline::norm_kernels_table, avx2::norm_kernels_table, avx512::norm_kernels_table);
+  return table;
+}
+
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kSerial = 1 << 15;          // elements that are not worth a second thread
+constexpr int64_t kGroupBytes = 256 * 1024;   // of one map, so that the second pass over a group of channels reads L2
+
+// x as the kernels see it, and its parts for the threads.
+struct Map {
+  NormArgs args;
+  int64_t numel = 0;
+  bool by_channel = false;  // both passes of a group of channels run in one go
+  int64_t group = 1;        // channels (by_channel) or outer steps in a task
+  int64_t tasks = 1;
+
+  Map(const Tensor& x, bool channels_last, const Act& act) {
+    NormArgs& a = args;
+    a.dtype = cpu_dtype(x.scalar_type());
+    a.act = act;
+    numel = x.numel();
+    a.channels = x.size(1);
+    a.inner = 1;
+    if (channels_last || x.dim() == 2 || numel == x.size(0) * x.size(1)) {
+      a.outer = numel / std::max<int64_t>(a.channels, 1);
+      const int64_t per_byte = 8 / std::gcd(a.channels, int64_t{8});
+      a.period = a.channels * per_byte;
+      while (a.period < 256) a.period *= 2;
+    } else {
+      a.outer = x.size(0);
+      a.inner = numel / (a.outer * a.channels);
+    }
+    const int64_t threads = numel < kSerial || at::in_parallel_region() ? 1 : at::get_num_threads();
+    by_channel = a.planar() && (a.channels >= threads || a.outer == 1);
+    if (by_channel) {
+      const int64_t bytes = std::max<int64_t>(a.outer * a.inner * x.element_size(), 1);
+      group = std::clamp<int64_t>(kGroupBytes / bytes, 1, (a.channels + threads - 1) / threads);
+      tasks = (a.channels + group - 1) / group;
+    } else {
+      group = (a.outer + threads - 1) / threads;
+      if (!a.planar()) group = (group + 7) / 8 * 8;  // masks of a task start at a byte
+      tasks = (a.outer + group - 1) / group;
+    }
+  }
+
+  NormRange range(int64_t task) const {
+    const int64_t begin = task * group;
+    if (by_channel) return {0, args.outer, begin, std::min(begin + group, args.channels)};
+    return {begin, std::min(begin + group, args.outer), 0, args.channels};
+  }
+
+  template <class F>
+  void parallel(F f) const {
+    at::parallel_for(0, tasks, numel < kSerial ? tasks : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) f(t, range(t));
+    });
+  }
+
+  int64_t table_size() const { return std::max(args.period, args.channels); }
+};
+
+// Coefficients per channel, repeated up to the period.
+template <class A>
+struct Table {
+  std::vector<A> values;
+  explicit Table(const Map& m) : values(m.table_size()) {}
+  void repeat(const Map& m) {
+    for (int64_t i = m.args.channels; i < m.table_size(); ++i) values[i] = values[i - m.args.channels];
+  }
+  A& operator[](int64_t c) { return values[c]; }
+};
+
+// The numbers of a small vector, or `otherwise` where there is none.
+template <class A>
+struct Vector {
+  Tensor kept;
+  const A* data = nullptr;
+  A otherwise;
+  Vector(const OptTensor& t, A otherwise) : otherwise(otherwise) {
+    if (!t || !t->defined()) return;
+    kept = t->to(c10::CppTypeToScalarType<A>::value).contiguous();
+    data = kept.const_data_ptr<A>();
+  }
+  A operator[](int64_t c) const { return data ? data[c] : otherwise; }
+};
+
+void update_running(const OptTensor& running, const std::vector<double>& now, double momentum) {
+  if (!running || !running->defined()) return;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, running->scalar_type(), "batch_norm", [&] {
+    scalar_t* r = running->mutable_data_ptr<scalar_t>();
+    const int64_t step = running->stride(0);
+    for (size_t c = 0; c < now.size(); ++c, r += step) *r = static_cast<scalar_t>(momentum * now[c] + (1 - momentum) * static_cast<double>(*r));
+  });
+}
+
+// Kernel arguments of pre = (x - mean) * scale + bias.
+template <class A>
+struct Coefficients {
+  Table<A> mean, scale, bias;
+  explicit Coefficients(const Map& m) : mean(m), scale(m), bias(m) {}
+  void set(int64_t c, A m, A invstd, A weight, A b) { mean[c] = m, scale[c] = invstd * weight, bias[c] = b; }
+  void repeat(const Map& m) { mean.repeat(m), scale.repeat(m), bias.repeat(m); }
+  void use(NormArgs& a) const { a.mean = mean.values.data(), a.scale = scale.values.data(), a.bias = bias.values.data(); }
+};
+
+template <class A>
+void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_out) {
+  NormArgs& a = m.args;
+  const NormKernels& kernels = norm_kernels();
+  const Vector<A> weight(bn.weight, 1), bias(bn.bias, 0);
+  A *mean = mean_out.mutable_data_ptr<A>(), *invstd = invstd_out.mutable_data_ptr<A>();
+  Coefficients<A> coefficients(m);
+  coefficients.use(a);
+  if (!bn.training) {
+    const Vector<double> running_mean(bn.running_mean, 0), running_var(bn.running_var, 1);
+    for (int64_t c = 0; c < a.channels; ++c) {
+      mean[c] = static_cast<A>(running_mean[c]);
+      invstd[c] = static_cast<A>(1 / std::sqrt(running_var[c] + bn.eps));
+      coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
+    }
+    coefficients.repeat(m);
+    m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+    return;
+  }
+  const double count = static_cast<double>(a.outer * a.inner);
+  std::vector<double> means(a.channels), m2s(a.channels);
+  auto finish = [&](int64_t c) {
+    if (!std::isfinite(means[c]) || !std::isfinite(m2s[c])) kernels.exact_stats(a, c, &means[c], &m2s[c]);
+    const double var = m2s[c] / count;
+    mean[c] = static_cast<A>(means[c]);
+    invstd[c] = static_cast<A>(var == 0 && bn.eps == 0 ? 0 : 1 / std::sqrt(var + bn.eps));
+    coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
+  };
+  if (m.by_channel) {
+    m.parallel([&](int64_t, NormRange r) {
+      kernels.stats(a, r, &means[r.c0], &m2s[r.c0]);
+      for (int64_t c = r.c0; c < r.c1; ++c) finish(c);
+      kernels.apply(a, r);
+    });
+  } else {
+    std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
+    m.parallel([&](int64_t t, NormRange r) { kernels.stats(a, r, &part_mean[t * a.channels], &part_m2[t * a.channels]); });
+    double n = 0;
+    for (int64_t t = 0; t < m.tasks; ++t) {
+      const NormRange r = m.range(t);
+      const double k = static_cast<double>((r.o1 - r.o0) * a.inner), share = k / (n + k);
+      for (int64_t c = 0; c < a.channels; ++c) {
+        const double delta = part_mean[t * a.channels + c] - means[c];
+        means[c] += delta * share;
+        m2s[c] += part_m2[t * a.channels + c] + delta * delta * n * share;
+      }
+      n += k;
+    }
+    for (int64_t c = 0; c < a.channels; ++c) finish(c);
+    coefficients.repeat(m);
+    m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+  }
+  update_running(bn.running_mean, means, bn.momentum);
+  for (double& v : m2s) v /= count - 1;
+  update_running(bn.running_var, m2s, bn.momentum);
+}
+
+template <class A>
+void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& grad_weight, Tensor& grad_bias) {
+  NormArgs& a = m.args;
+  const NormKernels& kernels = norm_kernels();
+  const Vector<A> weight(b.weight, 1), bias(b.bias, 0), mean(b.mean, 0), invstd(b.invstd, 1);
+  Coefficients<A> coefficients(m);
+  coefficients.use(a);
+  for (int64_t c = 0; c < a.channels; ++c) coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
+  coefficients.repeat(m);
+  Table<A> tilt(m), level(m);
+  a.slope = a.scale;
+  const bool through_stats = b.training && want[0];
+  const bool sums = through_stats || want[1] || want[2] || want[3];
+  if (through_stats) a.tilt = tilt.values.data(), a.level = level.values.data();
+
+  const double count = static_cast<double>(a.outer * a.inner);
+  auto finish = [&](int64_t c, double sum, double dot) {
+    dot *= static_cast<double>(invstd[c]);
+    if (want[1]) grad_weight.mutable_data_ptr<A>()[c] = static_cast<A>(dot);
+    if (want[2]) grad_bias.mutable_data_ptr<A>()[c] = static_cast<A>(sum);
+    const double scale = static_cast<double>(coefficients.scale[c]);
+    tilt[c] = static_cast<A>(scale * static_cast<double>(invstd[c]) * dot / count);
+    level[c] = static_cast<A>(scale * sum / count);
+  };
+  if (m.by_channel || !sums) {
+    m.parallel([&](int64_t, NormRange r) {
+      if (sums) {
+        std::vector<double> sum(r.c1 - r.c0), dot(r.c1 - r.c0);
+        kernels.reduce(a, r, sum.data(), dot.data());
+        for (int64_t c = r.c0; c < r.c1; ++c) finish(c, sum[c - r.c0], dot[c - r.c0]);
+      }
+      if (want[0]) kernels.grad(a, r);
+    });
+    return;
+  }
+  std::vector<double> sum(m.tasks * a.channels), dot(m.tasks * a.channels);
+  m.parallel([&](int64_t t, NormRange r) { kernels.reduce(a, r, &sum[t * a.channels], &dot[t * a.channels]); });
+  for (int64_t c = 0; c < a.channels; ++c) {
+    for (int64_t t = 1; t < m.tasks; ++t) sum[c] += sum[t * a.channels + c], dot[c] += dot[t * a.channels + c];
+    finish(c, sum[c], dot[c]);
+  }
+  tilt.repeat(m), level.repeat(m);
+  if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(a, r); });
+}
+
+Act act_of(int64_t kind, double a, double b, double c) { return {static_cast<ActKind>(kind), a, b, c}; }
+
+template <class F>
+void with_acc(at::ScalarType t, F f) {
+  if (t == at::kDouble)
+    f(double());
+  else
+    f(float());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                                       const OptTensor& running_mean, const OptTensor& running_var,
+                                                       const OptTensor& other, bool training, double momentum, double eps,
+                                                       int64_t act, double act_a, double act_b, double act_c, bool keep_mask) {
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Tensor out = at::empty_like(x, x.options(), format);
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  Tensor mean = at::empty({m.args.channels}, options), invstd = at::empty({m.args.channels}, options);
+  Tensor mask = at::empty({keep_mask ? m.args.mask_bytes() : 0}, x.options().dtype(at::kByte));
+  m.args.x = x.const_data_ptr();
+  m.args.out = out.mutable_data_ptr();
+  if (z.defined()) m.args.other = z.const_data_ptr();
+  if (keep_mask) m.args.mask = mask.mutable_data_ptr<uint8_t>();
+  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+  with_acc(x.scalar_type(), [&](auto a) { forward<decltype(a)>(m, bn, mean, invstd); });
+  return {out, mean, invstd, mask};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_output, const OptTensor& input, const OptTensor& weight,
+                                                        const OptTensor& bias, const Tensor& mean, const Tensor& invstd,
+                                                        const OptTensor& other, const OptTensor& mask, bool training,
+                                                        bool channels_last, int64_t act, double act_a, double act_b, double act_c,
+                                                        std::array<bool, 4> want) {
+  const auto format = feature_format(grad_output.dim(), channels_last);
+  const Tensor g = grad_output.contiguous(format);
+  const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
+  const Tensor bits = mask ? mask->contiguous() : Tensor();
+  Map m(g, channels_last, act_of(act, act_a, act_b, act_c));
+  m.args.from_mask = bits.defined();
+  m.args.grad = g.const_data_ptr();
+  if (x.defined()) m.args.x = x.const_data_ptr();
+  if (z.defined()) m.args.other = z.const_data_ptr();
+  if (bits.defined()) m.args.mask = const_cast<uint8_t*>(bits.const_data_ptr<uint8_t>());
+  Tensor grads[4];
+  const auto options = g.options().dtype(acc_type(g.scalar_type()));
+  for (int i : {0, 3})
+    if (want[i]) grads[i] = at::empty_like(g, g.options(), format);
+  for (int i : {1, 2})
+    if (want[i]) grads[i] = at::empty({m.args.channels}, options);
+  if (want[0]) m.args.out = grads[0].mutable_data_ptr();
+  if (want[3]) m.args.grad_other = grads[3].mutable_data_ptr();
+  const NormBackward b{g, input, weight, bias, mean, invstd, other, mask, training, channels_last};
+  with_acc(g.scalar_type(), [&](auto a) { backward<decltype(a)>(m, b, want, grads[1], grads[2]); });
+  return {grads[0], grads[1], grads[2], grads[3]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
+                                                        const OptTensor&, const OptTensor&, bool, double, double, int64_t,
+                                                        double, double, double, bool keep_mask) {
+  const bool channels_last = is_channels_last(input);
+  const auto options = input.options().dtype(acc_type(input.scalar_type()));
+  const auto channels = input.sym_size(1);
+  Tensor out = at::empty_symint(input.sym_sizes(), input.options(), feature_format(input.dim(), channels_last));
+  const auto spatial = input.sym_numel() / input.sym_size(0) / channels;
+  // As NormArgs::mask_bytes().
+  const auto bytes = channels_last || input.dim() == 2 || spatial == 1 ? (input.sym_numel() + 7) / 8
+                                                                       : input.sym_size(0) * channels * ((spatial + 7) / 8);
+  return {out, at::empty_symint({channels}, options), at::empty_symint({channels}, options),
+          at::empty_symint({keep_mask ? bytes : c10::SymInt(0)}, input.options().dtype(at::kByte))};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const OptTensor&, const OptTensor&, const OptTensor&,
+                                                         const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, bool,
+                                                         bool channels_last, int64_t, double, double, double,
+                                                         std::array<bool, 4> want) {
+  const auto format = feature_format(g.dim(), channels_last);
+  auto map = [&](bool wanted) { return wanted ? at::empty_symint(g.sym_sizes(), g.options(), format) : Tensor(); };
+  auto vector = [&](bool wanted) {
+    return wanted ? at::empty_symint({g.sym_size(1)}, g.options().dtype(acc_type(g.scalar_type()))) : Tensor();
+  };
+  return {map(want[0]), vector(want[1]), vector(want[2]), map(want[3])};
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def(
+      "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor? other, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, bool keep_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_backward(Tensor grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, bool[4] want) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  m.impl("_batch_norm_act_forward", TORCH_FN(forward_cpu));
+  m.impl("_batch_norm_act_backward", TORCH_FN(backward_cpu));
+}
+TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  m.impl("_batch_norm_act_forward", TORCH_FN(forward_meta));
+  m.impl("_batch_norm_act_backward", TORCH_FN(backward_meta));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,282 @@
+#include "cpu/norm.h"
+#include "cpu/norm_chunks.h"
+
+namespace tsmem::TSMEM_ISA {
+namespace {
+
+// Integers as wide as the floats beside them, so that comparisons of one select the other in vectors.
+template <class A>
+struct Index {
+  using type = int32_t;
+};
+template <>
+struct Index<double> {
+  using type = int64_t;
+};
+
+inline int64_t read_position(const NormPoolArgs& a, int64_t i) {
+  switch (a.position_bytes) {
+    case 1: return static_cast<const uint8_t*>(a.positions)[i];
+    case 2: return static_cast<const uint16_t*>(a.positions)[i];
+    default: return static_cast<const int32_t*>(a.positions)[i];
+  }
+}
+
+template <class I>
+inline void write_positions(const NormPoolArgs& a, int64_t at, const I* __restrict from, int64_t n) {
+  if (a.position_bytes == 1) {
+    uint8_t* to = static_cast<uint8_t*>(a.positions) + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint8_t>(from[i]);
+  } else if (a.position_bytes == 2) {
+    uint16_t* to = static_cast<uint16_t*>(a.positions) + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint16_t>(from[i]);
+  } else {
+    int32_t* to = static_cast<int32_t*>(a.positions) + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int32_t>(from[i]);
+  }
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
+inline int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The first tap of a window that lies inside the map: where stock starts, and what stays if all values are -inf.
+inline int64_t first_tap(int64_t start, int64_t dilation) { return start < 0 ? ceil_div(-start, dilation) : 0; }
+
+// Rows of the input that are worked on at once, with room for `elements` in scratch memory, at least `least`.
+inline int64_t band_rows(int64_t row_elements, int64_t elements, int64_t least) {
+  return at_least(elements / row_elements, least);
+}
+
+// The part of `norm` that is input rows [h0, h1) of plane (planar: image * channels + channel) or image p.
+inline NormRange rows_range(const NormPoolArgs& a, int64_t p, int64_t h0, int64_t h1) {
+  const int64_t base = p * a.height;
+  return {(base + h0) * a.width, (base + h1) * a.width, 0, a.norm.channels};
+}
+
+// Calls f(chunk, range) for chunks of input rows [h0, h1) of plane or image p.
+template <class F>
+inline void band_chunks(const NormPoolArgs& a, int64_t p, int64_t h0, int64_t h1, F f) {
+  if (a.rows) {
+    const NormRange r = rows_range(a, p, h0, h1);
+    row_chunks(a.norm, r, [&](const Chunk& k) { f(k, r); });
+    return;
+  }
+  const int64_t c = p % a.norm.channels, begin = (p * a.height + h0) * a.width, end = (p * a.height + h1) * a.width;
+  const NormRange r{0, 1, c, c + 1};
+  for (int64_t i = begin; i < end; i += kChunk) {
+    const int64_t n = at_most(kChunk, end - i);
+    f(Chunk{i, n, 0, 1, n, 0, 0, 0}, r);
+  }
+}
+
+// Values that win over `best`: larger ones, and NaN always, so that the first of equals and the last NaN stay.
+template <class A, class I, int64_t step>
+inline void take_row(const A* __restrict from, int64_t stride, A* __restrict best, I* __restrict tap, I t, int64_t n) {
+  const int64_t s = step ? step : stride;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const A v = from[i * s];
+    const bool wins = (v > best[i]) | (v != v);
+    best[i] = wins ? v : best[i];
+    tap[i] = wins ? t : tap[i];
+  }
+}
+template <class A, class I>
+inline void take(const A* from, int64_t stride, A* best, I* tap, I t, int64_t n) {
+  if (stride == 1)
+    take_row<A, I, 1>(from, 1, best, tap, t, n);
+  else if (stride == 2)
+    take_row<A, I, 2>(from, 2, best, tap, t, n);
+  else
+    take_row<A, I, 0>(from, stride, best, tap, t, n);
+}
+
+template <class T>
+void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  using A = typename Acc<T>::type;
+  using I = typename Index<A>::type;
+  const NormArgs& norm = a.norm;
+  const int64_t C = norm.channels, row = a.rows ? a.width * C : a.width, out_row = a.rows ? a.out_width * C : a.out_width;
+  const int64_t reach = (a.kernel[0] - 1) * a.dilation[0] + 1;
+  // Bands overlap by reach - stride rows, which are computed twice: several output rows a band keep that small.
+  const int64_t rows = band_rows(row, a.rows ? 65536 : 8192, reach), block = (rows - reach) / a.stride[0] + 1;
+  Scratch<A> band(at_most(rows, a.height) * row), best(out_row);
+  Scratch<I> tap(out_row);
+  Buffers<A> b;
+  for (int64_t p = p0; p < p1; ++p)
+    for (int64_t oh0 = 0; oh0 < a.out_height; oh0 += block) {
+      const int64_t oh1 = at_most(oh0 + block, a.out_height);
+      const int64_t h0 = at_least(0, oh0 * a.stride[0] - a.padding[0]);
+      const int64_t h1 = at_most(a.height, (oh1 - 1) * a.stride[0] - a.padding[0] + reach);
+      const int64_t origin = a.rows ? (p * a.height + h0) * row : (p * a.height + h0) * row;
+      if (h1 > h0)
+        band_chunks(a, p, h0, h1, [&](const Chunk& k, const NormRange& r) {
+          const A* x = load(static_cast<const T*>(norm.x) + k.offset, b.x, k.n);
+          A* y = band.data + (k.offset - origin);
+          affine(norm, r, k, x, y, a.rows);
+          act_forward(y, k.n, norm.act);
+          if constexpr (sizeof(T) != sizeof(A)) {  // stock compares rounded values
+            T rounded[kChunk];
+            narrow(y, rounded, k.n);
+            widen(rounded, y, k.n);
+          }
+        });
+      for (int64_t oh = oh0; oh < oh1; ++oh) {
+        const int64_t top = oh * a.stride[0] - a.padding[0], first_h = first_tap(top, a.dilation[0]);
+        for (int64_t i = 0; i < out_row; ++i) best[i] = -__builtin_inff();
+        for (int64_t ow = 0; ow < a.out_width; ++ow) {
+          const I t = static_cast<I>(first_h * a.kernel[1] + first_tap(ow * a.stride[1] - a.padding[1], a.dilation[1]));
+          if (a.rows)
+            for (int64_t c = 0; c < C; ++c) tap[ow * C + c] = t;
+          else
+            tap[ow] = t;
+        }
+        for (int64_t kh = first_h; kh < a.kernel[0]; ++kh) {
+          const int64_t h = top + kh * a.dilation[0];
+          if (h >= a.height) break;
+          const A* line = band.data + (h - h0) * row;
+          for (int64_t kw = 0; kw < a.kernel[1]; ++kw) {
+            const int64_t shift = kw * a.dilation[1] - a.padding[1];
+            const I t = static_cast<I>(kh * a.kernel[1] + kw);
+            const int64_t w0 = at_least(0, ceil_div(-shift, a.stride[1]));
+            const int64_t w1 = at_most(a.out_width, floor_div(a.width - 1 - shift, a.stride[1]) + 1);
+            if (a.rows) {
+              for (int64_t ow = w0; ow < w1; ++ow)
+                take(line + (ow * a.stride[1] + shift) * C, 1, best.data + ow * C, tap.data + ow * C, t, C);
+            } else if (w1 > w0) {
+              take(line + w0 * a.stride[1] + shift, a.stride[1], best.data + w0, tap.data + w0, t, w1 - w0);
+            }
+          }
+        }
+        const int64_t at = (p * a.out_height + oh) * out_row;
+        T* out = static_cast<T*>(norm.out) + at;
+        if constexpr (sizeof(T) == sizeof(A))
+          std::memcpy(out, best.data, out_row * sizeof(T));
+        else
+          narrow(best.data, out, out_row);
+        if (a.positions) write_positions(a, at, tap.data, out_row);
+      }
+    }
+}
+
+// Where the tap of each position lies, relative to its window's first.
+struct Taps {
+  Scratch<int32_t> h, w;
+  explicit Taps(const NormPoolArgs& a) : h(a.kernel[0] * a.kernel[1]), w(a.kernel[0] * a.kernel[1]) {
+    for (int64_t i = 0; i < a.kernel[0]; ++i)
+      for (int64_t j = 0; j < a.kernel[1]; ++j) {
+        h[i * a.kernel[1] + j] = static_cast<int32_t>(i * a.dilation[0]);
+        w[i * a.kernel[1] + j] = static_cast<int32_t>(j * a.dilation[1]);
+      }
+  }
+};
+
+template <class T>
+void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
+  using A = typename Acc<T>::type;
+  const NormArgs& norm = a.norm;
+  const int64_t C = norm.channels, lanes = a.rows ? C : 1;
+  const T *x = static_cast<const T*>(norm.x), *grad = static_cast<const T*>(norm.grad);
+  Taps taps(a);
+  Buffers<A> b;
+  alignas(64) T taken[kChunk];
+  alignas(64) A g[kChunk];
+  Scratch<A> s(lanes), q(lanes);
+  const A* mean = static_cast<const A*>(norm.mean);
+  // Takes the inputs that won for outputs [at, at + n), which are of channels c, c + 1, ... (rows) or of channel c.
+  auto chunk = [&](int64_t p, int64_t at, int64_t n, int64_t c) {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t local = at + i - p * a.out_height * a.out_width * lanes, pixel = a.rows ? local / C : local;
+      const int64_t t = read_position(a, at + i);
+      const int64_t h = pixel / a.out_width * a.stride[0] - a.padding[0] + taps.h[t];
+      const int64_t w = pixel % a.out_width * a.stride[1] - a.padding[1] + taps.w[t];
+      const bool inside = h < a.height && w < a.width;  // a window may lie outside with all its taps
+      const int64_t from = (p * a.height + (inside ? h : 0)) * a.width + (inside ? w : 0);
+      taken[i] = x[a.rows ? from * C + c + i : from];
+      b.flags[i] = inside;
+    }
+    const A* values = load(taken, b.x, n);
+    const A* out_grad = load(grad + at, b.g, n);
+    for (int64_t i = 0; i < n; ++i) g[i] = b.flags[i] ? out_grad[i] : A(0);
+    const Chunk k{0, n, a.rows ? c : 0, 1, n, 0, 0, 0};
+    affine(norm, NormRange{0, 1, a.rows ? 0 : c, c + 1}, k, values, b.pre, a.rows);
+    act_backward(b.pre, g, g, n, norm.act);
+    if (!a.rows) {
+      dots(g, values, n, mean[c], &sum[c], &dot[c]);
+      return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      s[c + i] += g[i];
+      q[c + i] += g[i] * (values[i] - mean[c + i]);
+    }
+  };
+  const int64_t pixels = a.out_height * a.out_width;
+  for (int64_t p = p0; p < p1; ++p) {
+    if (!a.rows) {
+      for (int64_t i = 0; i < pixels; i += kChunk) chunk(p, p * pixels + i, at_most(kChunk, pixels - i), p % C);
+      continue;
+    }
+    for (int64_t i = 0; i < pixels; ++i) {
+      for (int64_t c = 0; c < C; c += kChunk) chunk(p, (p * pixels + i) * C + c, at_most(kChunk, C - c), c);
+      if ((i + 1) % kRowsPerFlush == 0 || i + 1 == pixels)
+        for (int64_t c = 0; c < C; ++c) sum[c] += s[c], dot[c] += q[c], s[c] = q[c] = 0;
+    }
+  }
+}
+
+template <class T>
+void pool_grad(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  using A = typename Acc<T>::type;
+  const NormArgs& norm = a.norm;
+  const int64_t C = norm.channels, lanes = a.rows ? C : 1, row = a.width * lanes, out_row = a.out_width * lanes;
+  const int64_t reach = (a.kernel[0] - 1) * a.dilation[0] + 1, rows = band_rows(row, a.rows ? 65536 : 8192, 1);
+  const T* grad = static_cast<const T*>(norm.grad);
+  Taps taps(a);
+  Scratch<A> band(at_most(rows, a.height) * row), line(out_row);
+  Buffers<A> b;
+  for (int64_t p = p0; p < p1; ++p)
+    for (int64_t h0 = 0; h0 < a.height; h0 += rows) {
+      const int64_t h1 = at_most(h0 + rows, a.height);
+      for (int64_t i = 0; i < (h1 - h0) * row; ++i) band[i] = 0;
+      // Output rows whose windows reach into the band.
+      const int64_t first = at_least(0, ceil_div(h0 + a.padding[0] - reach + 1, a.stride[0]));
+      const int64_t last = at_most(a.out_height - 1, floor_div(h1 - 1 + a.padding[0], a.stride[0]));
+      for (int64_t oh = first; oh <= last; ++oh) {
+        const int64_t at = (p * a.out_height + oh) * out_row, top = oh * a.stride[0] - a.padding[0];
+        const A* g = load(grad + at, line.data, out_row);
+        for (int64_t ow = 0; ow < a.out_width; ++ow) {
+          const int64_t left = ow * a.stride[1] - a.padding[1];
+          for (int64_t c = 0; c < lanes; ++c) {
+            const int64_t t = read_position(a, at + ow * lanes + c), h = top + taps.h[t], w = left + taps.w[t];
+            if (h >= h0 && h < h1 && w < a.width) band[((h - h0) * a.width + w) * lanes + c] += g[ow * lanes + c];
+          }
+        }
+      }
+      const int64_t origin = (p * a.height + h0) * row;
+      band_chunks(a, p, h0, h1, [&](const Chunk& k, const NormRange& r) {
+        const A* x = load(static_cast<const T*>(norm.x) + k.offset, b.x, k.n);
+        A* g = band.data + (k.offset - origin);
+        affine(norm, r, k, x, b.pre, a.rows);
+        act_backward(b.pre, g, g, k.n, norm.act);
+        T* out = static_cast<T*>(norm.out) + k.offset;
+        A* to = target(out, b.pre);
+        input_grad(norm, r, k, x, g, to, a.rows);
+        store(to, out, k.n);
+      });
+    }
+}
+
+void forward_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_forward, a.norm, a, p0, p1) }
+void reduce_any(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
+  TSMEM_BY_DTYPE(pool_reduce, a.norm, a, p0, p1, sum, dot)
+}
+void grad_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_grad, a.norm, a, p0, p1) }
+
+}  // namespace
+
+extern const NormPoolKernels norm_pool_kernels_table;
+const NormPoolKernels norm_pool_kernels_table = {forward_any, reduce_any, grad_any};
+
+}  // namespace tsmem::TSMEM_ISA

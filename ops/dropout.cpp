@@ -1,0 +1,141 @@
+// Dropouts that keep no mask: backward draws the same noise again from a copy of the generator's state. Where packed bits of the noise
+// are smaller than the state (5 KB on the CPU), it keeps those.
+//
+// The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without training, with p 0 or 1
+// and on empty tensors the stock ops draw nothing, and are called as they are.
+#include "common.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+enum class Kind : int64_t { plain, feature, alpha, feature_alpha };
+
+bool per_feature(Kind kind) { return kind == Kind::feature || kind == Kind::feature_alpha; }
+bool is_alpha(Kind kind) { return kind == Kind::alpha || kind == Kind::feature_alpha; }
+
+// What dropout multiplies with, and adds. Zeros and ones are drawn in place into `noise`.
+struct Affine {
+  Tensor factor, shift;
+};
+Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
+  if (!is_alpha(kind)) return {noise.div_(1 - p), {}};
+  constexpr double alpha = 1.7580993408473766;  // SELU's negative saturation, of Klambauer et al., 2017
+  const double a = 1 / std::sqrt((alpha * alpha * p + 1) * (1 - p));
+  Tensor shift = with_shift ? noise.add(-1).mul_(alpha * a).add_(alpha * a * p) : Tensor();
+  return {noise.mul_(a), shift};
+}
+
+// Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is kept and the noise.
+Tensor draw(Tensor noise, double p, Tensor* state) {
+  at::Generator shared = at::globalContext().defaultGenerator(noise.device());
+  std::lock_guard<std::mutex> lock(shared.mutex());
+  at::Generator own = shared.clone();
+  *state = own.get_state();
+  noise.bernoulli_(1 - p, own);
+  shared.set_state(own.get_state());
+  return noise;
+}
+
+Tensor pack(const Tensor& noise) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_act_mask", "")
+                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>();
+  return std::get<1>(op.call(noise, static_cast<int64_t>(ActKind::relu), 0, 0));
+}
+
+Tensor unpack(const Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_act_mask_backward", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef)>();
+  const Tensor ones = at::empty_strided(sizes, strides, options).fill_(1);
+  return op.call(ones, bits, static_cast<int64_t>(ActKind::relu), 0, 0, strides);
+}
+
+struct Dropout : torch::autograd::Function<Dropout> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Kind kind) {
+    ctx->set_materialize_grads(false);
+    Tensor noise;
+    if (per_feature(kind)) {
+      std::vector<int64_t> sizes(input.dim(), 1);
+      sizes[0] = input.size(0);
+      sizes[1] = input.size(1);
+      noise = at::empty(sizes, input.options());
+    } else {
+      noise = at::empty_like(input);
+    }
+    Tensor state;
+    draw(noise, p, &state);
+    const bool bits = (noise.numel() + 7) / 8 < state.numel();
+    ctx->save_for_backward({bits ? pack(noise) : state});
+    auto& data = ctx->saved_data;
+    data["bits"] = bits;
+    data["p"] = p;
+    data["kind"] = static_cast<int64_t>(kind);
+    data["sizes"] = noise.sizes();
+    data["strides"] = noise.strides();
+    const Affine affine = scaled(noise, kind, p, true);
+    Tensor out = input * affine.factor;
+    return affine.shift.defined() ? out.add_(affine.shift) : out;
+  }
+
+  // Made of ATen calls on the gradient: second derivatives work.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(3);
+    auto& data = ctx->saved_data;
+    const Tensor saved = ctx->get_saved_variables()[0];
+    const auto sizes = data["sizes"].toIntVector(), strides = data["strides"].toIntVector();
+    const double p = data["p"].toDouble();
+    Tensor factor;
+    {
+      at::NoGradGuard no_grad;
+      Tensor noise;
+      if (data["bits"].toBool()) {
+        noise = unpack(saved, sizes, strides, grad.options());
+      } else {
+        at::Generator own = at::globalContext().defaultGenerator(grad.device()).clone();
+        own.set_state(saved);
+        noise = at::empty_strided(sizes, strides, grad.options()).bernoulli_(1 - p, own);
+      }
+      factor = scaled(noise, static_cast<Kind>(data["kind"].toInt()), p, false).factor;
+    }
+    return {grad * factor, Tensor(), Tensor()};
+  }
+};
+
+Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
+  switch (kind) {
+    case Kind::plain: return at::dropout(input, p, train);
+    case Kind::feature: return at::feature_dropout(input, p, train);
+    case Kind::alpha: return at::alpha_dropout(input, p, train);
+    case Kind::feature_alpha: return at::feature_alpha_dropout(input, p, train);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+// The generator's state is kept on the CPU only, and only for real tensors. Half-precision noise keeps its stock op's dtype.
+template <Kind kind>
+Tensor dropout(const Tensor& input, double p, bool train) {
+  static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
+  const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() && !input.key_set().has(c10::DispatchKey::Python) &&
+                    input.numel() > 0 && (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
+                    has_kernel(packer, input);
+  return ours ? Dropout::apply(input, p, kind) : stock(kind, input, p, train);
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
+  const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
+  m.def(torch::schema("dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::plain>));
+  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::feature>));
+  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::alpha>));
+  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train) -> Tensor", random),
+        TORCH_FN(dropout<Kind::feature_alpha>));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,99 @@
+#include "norm_ops.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DispatchKeySet.h>
+
+namespace tsmem {
+
+using at::Tensor;
+
+namespace {
+
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+const c10::OperatorHandle& forward_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_batch_norm_act_forward", "");
+  return op;
+}
+
+// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel each.
+bool parameters_fit(const Tensor& input, const BatchNormArgs& bn) {
+  const auto dtype = input.scalar_type();
+  const bool low = dtype == at::kBFloat16 || dtype == at::kHalf;
+  std::optional<at::ScalarType> common;
+  for (const OptTensor* t : {&bn.weight, &bn.bias, &bn.running_mean, &bn.running_var}) {
+    if (!*t || !(*t)->defined()) continue;
+    const Tensor& p = **t;
+    if (!plain(p) || p.dim() != 1 || p.device() != input.device() || !p.sym_size(0).sym_eq(input.sym_size(1)).expect_true(__FILE__, __LINE__))
+      return false;
+    if (common && *common != p.scalar_type()) return false;
+    common = p.scalar_type();
+  }
+  return !common || *common == dtype || (low && *common == at::kFloat);
+}
+
+const char* stock_name(ActKind kind) {
+  switch (kind) {
+    case ActKind::identity: return nullptr;
+    case ActKind::relu: return "aten::relu";
+    case ActKind::hardtanh: return "aten::hardtanh";
+    case ActKind::threshold: return "aten::threshold";
+    case ActKind::leaky_relu: return "aten::leaky_relu";
+    case ActKind::hardsigmoid: return "aten::hardsigmoid";
+    case ActKind::silu: return "aten::silu";
+    case ActKind::hardswish: return "aten::hardswish";
+    case ActKind::gelu:
+    case ActKind::gelu_tanh: return "aten::gelu";
+    case ActKind::sigmoid: return "aten::sigmoid";
+    case ActKind::tanh: return "aten::tanh";
+    case ActKind::elu: return "aten::elu";
+    case ActKind::softplus: return "aten::softplus";
+    case ActKind::mish: return "aten::mish";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool autocast_casts(const Tensor& x, const Act& act) {
+  const char* name = stock_name(act.kind);
+  const auto device = x.device().type();
+  if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+}
+
+bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act) {
+  if (!plain(input) || input.dim() < 2 || !has_kernel(forward_op(), input) || autocast_casts(input, act)) return false;
+  if (input.sym_numel().sym_eq(0).guard_bool(__FILE__, __LINE__)) return false;
+  const bool mean = bn.running_mean && bn.running_mean->defined(), var = bn.running_var && bn.running_var->defined();
+  if (mean != var || (!bn.training && !mean)) return false;
+  if (!parameters_fit(input, bn)) return false;
+  return !other || (plain(*other) && other->scalar_type() == input.scalar_type() && other->device() == input.device() &&
+                    other->sym_sizes() == input.sym_sizes());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
+                                                        const Act& act, bool keep_mask) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto op = forward_op()
+                             .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                                         const OptTensor&, bool, double, double, int64_t, double, double, double, bool)>();
+  return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum, bn.eps,
+                 static_cast<int64_t>(act.kind), act.a, act.b, act.c, keep_mask);
+}
+
+std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tsmem::_batch_norm_act_backward", "")
+          .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
+                      const OptTensor&, const OptTensor&, bool, bool, int64_t, double, double, double, std::array<bool, 4>)>();
+  auto [x, w, bias, pre] = op.call(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
+                                   b.channels_last, static_cast<int64_t>(act.kind), act.a, act.b, act.c, want);
+  return {x, w, bias, pre};
+}
+
+}  // namespace tsmem

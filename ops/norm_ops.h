@@ -1,0 +1,64 @@
+// The raw normalisation ops (registered in cpu/norm.cpp for CPU and Meta; another backend registers its own under the same names)
+// and what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "common.h"
+
+namespace tsmem {
+
+using OptTensor = std::optional<at::Tensor>;
+
+// float64 for float64, else float32: what statistics and coefficients are computed and kept in.
+inline at::ScalarType acc_type(at::ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
+
+// channels_last, channels_last_3d or contiguous.
+inline at::MemoryFormat feature_format(int64_t dim, bool channels_last) {
+  if (!channels_last) return at::MemoryFormat::Contiguous;
+  return dim == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+}
+inline bool is_channels_last(const at::Tensor& x) { return x.suggest_memory_format() != at::MemoryFormat::Contiguous; }
+
+struct BatchNormArgs {
+  OptTensor weight, bias, running_mean, running_var;
+  bool training;
+  double momentum, eps;
+};
+
+// act(batch_norm(input) + other), with the mean and inverse deviation that it used (acc_type) and, with keep_mask, the activation's
+// bits (one_bit activations; else empty). Updates the running statistics in training. input: dense or not, dtype f32/f64/bf16/f16;
+// the output is dense in input.suggest_memory_format(). other: input's sizes and dtype.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward(const at::Tensor& input, const BatchNormArgs& bn,
+                                                                        const OptTensor& other, const Act& act, bool keep_mask);
+
+// Gradients of input, weight, bias (the latter two in acc_type) and of the pre-activation (for `other`), as asked for by `want`.
+// input: needed in training, for the weight's gradient, and to recompute the activation where there is no mask.
+struct NormBackward {
+  at::Tensor grad;
+  OptTensor input, weight, bias;
+  at::Tensor mean, invstd;
+  OptTensor other, mask;
+  bool training, channels_last;
+};
+std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
+
+// The sum of grad * act(pre) over all but the dimensions in which scale is not 1, in acc_type with scale's sizes (dimensions of 1 in
+// front up to input's). pre = (input - mean) * invstd * weight + bias, or input where there is no mean. Undefined where scale's
+// shape is none that the kernels know: per channel, per image and channel, or along the last dimension.
+at::Tensor scale_grad(const at::Tensor& grad, const at::Tensor& input, at::IntArrayRef scale_sizes, const OptTensor& weight,
+                      const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd, const Act& act);
+
+// True where autocast around us would change the dtype of the stock activation.
+bool autocast_casts(const at::Tensor& x, const Act& act);
+
+// Whether our kernels take these operands; else stock ops are composed, which also raise their own errors.
+bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);
+
+inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
+inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+
+}  // namespace tsmem

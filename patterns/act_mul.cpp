@@ -1,0 +1,19 @@
+#include "patterns/all.h"
+
+namespace tsmem {
+
+// p = act(x) * s: the product keeps s and x, which the activation keeps anyway, in place of act(x).
+Pattern act_mul() {
+  return {.name = "act-mul",
+          .algebra = "z = act(x); p = z * s",
+          .keeps = "before: x, z, s; after: x, s",
+          .conditions = "a smooth activation that keeps its input; it may have other users",
+          .rules = {{.match = "%z = act(%x)\n"
+                              "%p = mul(%z, %s)",
+                     .rewrite = "%z = tsmem::act(%x, ACT)\n"
+                                "%p = tsmem::mul_act(%z, %s, %x, ACT)",
+                     .shared = {"z"},
+                     .activations = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"}}}};
+}
+
+}  // namespace tsmem

@@ -1,0 +1,24 @@
+// One function a file; all.cpp lists them in order.
+#pragma once
+#include "patterns/pattern.h"
+
+namespace tsmem {
+
+Pattern bn_act_max_pool();
+Pattern bn_add_act();
+Pattern bn_act_mul();
+Pattern bn_act();
+Pattern batch_norm();
+Pattern conv_bn_act();
+Pattern conv_bn_act_recompute();
+Pattern act_mul();
+Pattern activation();
+Pattern convolution();
+Pattern dropout();
+Pattern max_pool();
+Pattern shape_only();
+
+// The arguments of aten::batch_norm in a pattern, in order.
+inline const std::string kBatchNorm = "%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn";
+
+}  // namespace tsmem

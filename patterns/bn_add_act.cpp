@@ -1,0 +1,18 @@
+#include "patterns/all.h"
+
+namespace tsmem {
+
+// z = act(batch_norm(y) + r), the end of a residual block: keeps y, two statistics a channel and 1 bit an element.
+Pattern bn_add_act() {
+  return {.name = "bn-add-act",
+          .algebra = "z = act(batch_norm(y) + r)",
+          .keeps = "before: y, z, statistics; after: y, statistics, 1 bit an element (smooth activations: their input)",
+          .conditions = "batch_norm(y) and the sum have no other user; the sum has no factor",
+          .rules = {{.match = "%n = batch_norm(" + kBatchNorm +
+                              ")\n"
+                              "%s = add(%n, %r)\n"
+                              "%z = act(%s)",
+                     .rewrite = "%z = tsmem::batch_norm_add_act(" + kBatchNorm + ", %r, ACT)"}}};
+}
+
+}  // namespace tsmem

@@ -1,0 +1,21 @@
+#include "patterns/all.h"
+#include "patterns/same_schema.h"
+
+namespace tsmem {
+
+// Ops whose backward needs no more than sizes.
+Pattern shape_only() {
+  Pattern p{.name = "shape-only",
+            .algebra = "avg_pool, adaptive_avg_pool, mean, pads, interpolation",
+            .keeps = "before: the input; after: its sizes",
+            .conditions = "none",
+            .rules = {}};
+  const std::pair<const char*, size_t> ops[] = {
+      {"avg_pool1d", 6},          {"avg_pool2d", 7},          {"avg_pool3d", 7},
+      {"adaptive_avg_pool1d", 2}, {"adaptive_avg_pool2d", 2}, {"adaptive_avg_pool3d", 2},
+  };
+  for (const auto& [op, arguments] : ops) p.rules.push_back(same_schema(op, arguments));
+  return p;
+}
+
+}  // namespace tsmem

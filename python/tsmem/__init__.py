@@ -1,0 +1,14 @@
+"""Memory-efficient operators for training TorchScript models, and the tool that puts them in.
+
+Importing this package loads the operators, so that torch.jit.load takes a rewritten file. After `pip install` nothing need be imported:
+`import torch` does it.
+"""
+from ._error import Error
+from ._library import library_path, load as _load
+
+_load()
+
+from ._tool import restore, rewrite, tool_path  # noqa: E402  (nothing else is of use without the operators)
+
+__version__ = "0.1.0"
+__all__ = ["Error", "library_path", "restore", "rewrite", "tool_path", "__version__"]

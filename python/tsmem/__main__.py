@@ -1,0 +1,6 @@
+"""`python -m tsmem` is the command line tool."""
+import sys
+
+from _tsmem_cli import main
+
+sys.exit(main())

@@ -1,0 +1,169 @@
+#include "rewriter/apply.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/jit/ir/constants.h>
+
+#include <unordered_set>
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+// All scopes around a match's nodes.
+static void add_scopes(const Found& f, std::unordered_set<const Scope*>& scopes) {
+  for (const Place& p : f.nodes)
+    for (const Scope* s = p.scope; s; s = s->parent) scopes.insert(s);
+}
+
+std::vector<const Found*> matches_of_method(const std::vector<Found>& found, const HasMatch& callee_has) {
+  std::unordered_set<const Scope*> inlined;
+  std::vector<bool> ours(found.size());
+  const auto left_to_callee = [&](const Found& f) {
+    const Scope* outermost = nullptr;  // of the module calls around the match that stay calls
+    for (const Scope* s = f.scope; s; s = s->parent)
+      if (s->of_module && !inlined.count(s)) outermost = s;
+    return outermost && callee_has(outermost->type.get(), outermost->method, f);
+  };
+  // A match that crosses a call inlines it, which brings in the matches inside that call.
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (ours[i] || left_to_callee(found[i])) continue;
+      ours[i] = changed = true;
+      add_scopes(found[i], inlined);
+    }
+  }
+  std::vector<const Found*> chosen;
+  for (size_t i = 0; i < found.size(); ++i)
+    if (ours[i]) chosen.push_back(&found[i]);
+  return chosen;
+}
+
+namespace {
+
+// Destroys nodes that only fed what was replaced.
+void remove_unused(Node* n) {
+  if (n->hasUses() || !n->blocks().empty()) return;
+  static const std::set<Symbol> removable = {prim::Constant, prim::GetAttr, prim::ListConstruct};
+  if (!removable.count(n->kind())) return;
+  std::vector<Node*> sources;
+  for (Value* v : n->inputs()) sources.push_back(v->node());
+  n->destroy();
+  std::set<Node*> distinct(sources.begin(), sources.end());
+  for (Node* s : distinct) remove_unused(s);
+}
+
+Value* literal(Graph& g, const std::string& text) {
+  if (text == "None") return g.insertConstant(IValue());
+  if (text == "true" || text == "false") return g.insertConstant(text == "true");
+  if (text.front() == '"') return g.insertConstant(text.substr(1, text.size() - 2));
+  if (text.front() == '[') {
+    std::vector<int64_t> numbers;
+    std::string number;
+    for (char c : text) {
+      if (c == '-' || isdigit(c))
+        number += c;
+      else if (!number.empty()) {
+        numbers.push_back(std::stoll(number));
+        number.clear();
+      }
+    }
+    return g.insertConstant(numbers);
+  }
+  return g.insertConstant(static_cast<int64_t>(std::stoll(text)));
+}
+
+// Puts one line's op before `at`.
+Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f) {
+  WithInsertPoint here(at);
+  std::vector<Value*> arguments;
+  for (const std::string& a : line.arguments) {
+    if (a == "ACT") {
+      arguments.push_back(g.insertConstant(f.act.empty() ? std::string("identity") : f.act));
+      // A list node, not a constant: saved code gives an empty list its element type only there.
+      std::vector<Value*> elements;
+      for (double x : f.act_args) elements.push_back(g.insertConstant(x));
+      arguments.push_back(g.insertNode(g.createList(FloatType::get(), elements))->output());
+    } else {
+      arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
+    }
+  }
+  Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
+  n->setSourceRange(at->sourceRange());
+  if (!n->maybeSchema())
+    throw std::logic_error(
+        fmt::format("the pattern {} gives {} arguments that it does not take", f.pattern->name, line.op));
+  for (size_t k = 0; k < line.outputs.size(); ++k) n->output(k)->setType(n->schema().returns()[k].type());
+  return n;
+}
+
+// Users that only ask for the sizes of an inner value ask `sizes` instead, as that value is no longer made.
+void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
+  for (const Use& use : std::vector<Use>(inner->uses())) {
+    Node* n = use.user;
+    if (n->kind() != aten::size && n->kind() != aten::dim) continue;
+    WithInsertPoint here(n);
+    Value* v = n->kind() == aten::dim    ? g.insert(aten::len, {sizes})
+               : n->inputs().size() == 2 ? g.insert(aten::__getitem__, {sizes, n->input(1)})
+                                         : sizes;
+    n->output()->replaceAllUsesWith(v);
+    n->destroy();
+  }
+}
+
+void put(Graph& g, const View& copy, const Found& f) {
+  std::vector<Node*> nodes;
+  for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
+  std::map<std::string, Value*> values;
+  for (const auto& [name, o] : f.values)
+    values[name] = o.output ? nodes[o.node]->output(o.index) : nodes[o.node]->input(o.index);
+  const std::vector<Line> match = parse_lines(f.rule->match), rewrite = parse_lines(f.rule->rewrite);
+  std::map<std::string, Value*> made;
+  for (const Line& line : rewrite) {
+    size_t at = 0;
+    while (at < match.size() && match[at].outputs[0] != line.outputs[0]) ++at;
+    TORCH_INTERNAL_ASSERT(at < match.size(), "a pattern's rewrite defines %", line.outputs[0],
+                          ", which its match does not");
+    std::map<std::string, Value*> operands = values;
+    for (auto& [name, v] : made) operands[name] = v;
+    Node* n = put_line(g, line, nodes[at], operands, f);
+    for (size_t k = 0; k < line.outputs.size(); ++k) {
+      made[line.outputs[k]] = n->output(k);
+      auto old = f.values.find(line.outputs[k]);
+      if (old != f.values.end() && old->second.output && values[old->first]->hasDebugName())
+        n->output(k)->setDebugName(values[old->first]->debugNameBase());
+    }
+  }
+  if (!f.rule->sizes.empty()) {
+    const Line line = parse_lines(f.rule->sizes).front();
+    Value* inner = values.at(line.outputs[0]);
+    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f)->output());
+  }
+  for (auto& [name, v] : made) {
+    auto old = f.values.find(name);
+    if (old != f.values.end() && old->second.output) values.at(name)->replaceAllUsesWith(v);
+  }
+  for (auto n = nodes.rbegin(); n != nodes.rend(); ++n) {
+    std::set<Node*> sources;
+    for (Value* v : (*n)->inputs()) sources.insert(v->node());
+    (*n)->destroy();
+    for (Node* s : sources)
+      if (std::find(nodes.begin(), nodes.end(), s) == nodes.end()) remove_unused(s);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches) {
+  std::unordered_set<const Scope*> wanted;
+  for (const Found* f : matches) add_scopes(*f, wanted);
+  // A constant branch inside an inlined call is folded too: there the condition is known, and the caller reads better.
+  View copy = copy_graph(source, scopes, [&](const Scope* s) {
+    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && wanted.count(s->parent) > 0);
+  });
+  for (const Found* f : matches) put(*copy.graph, copy, *f);
+  copy.graph->lint();
+  return copy.graph;
+}
+
+}  // namespace tsmem

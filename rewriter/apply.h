@@ -1,0 +1,19 @@
+// Putting matches into a method's graph. The only file that edits graphs.
+#pragma once
+#include "rewriter/match.h"
+
+namespace tsmem {
+
+// The body of `source` with the matches applied: calls and branches that a match crosses are inlined, the rest stays as
+// it was. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a pattern).
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches);
+
+// Whether a method of a module class has a match of the same nodes in its own view.
+using HasMatch = std::function<bool(const c10::ClassType*, const std::string& method, const Found&)>;
+
+// Those of `found`, all matches in a method's view, that are to be applied in this method: all that no callee's own
+// method has (they cross a call, or are legal only because of what the caller passes), and those in the calls that
+// these inline. Functions are shared with the kept originals and never rewritten in place.
+std::vector<const Found*> matches_of_method(const std::vector<Found>& found, const HasMatch& callee_has);
+
+}  // namespace tsmem

@@ -1,0 +1,215 @@
+#include "archive.h"
+
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "error.h"
+
+namespace tsmem {
+namespace {
+
+// Little-endian numbers, zip's and pickle's.
+uint64_t number(const char* at, int bytes) {
+  uint64_t n = 0;
+  for (int i = bytes - 1; i >= 0; --i) n = n << 8 | static_cast<unsigned char>(at[i]);
+  return n;
+}
+
+struct Bytes {  // a file, read at any place
+  std::ifstream file;
+  uint64_t size = 0;
+
+  // False where the range is not all inside the file.
+  bool read(uint64_t offset, uint64_t length, std::string& into) {
+    if (offset > size || length > size - offset) return false;
+    into.resize(length);
+    file.clear();
+    file.seekg(static_cast<std::streamoff>(offset));
+    return static_cast<bool>(file.read(into.data(), static_cast<std::streamsize>(length)));
+  }
+};
+
+Bytes open_file(const std::string& path) {
+  struct stat status;
+  if (stat(path.c_str(), &status) != 0) throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
+  if (S_ISDIR(status.st_mode)) throw Error(kBadInput, "'" + path + "' is a directory, not a file.");
+  if (!S_ISREG(status.st_mode)) throw Error(kBadInput, "'" + path + "' is not a regular file.");
+  Bytes bytes{std::ifstream(path, std::ios::binary), static_cast<uint64_t>(status.st_size)};
+  if (!bytes.file) throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
+  return bytes;
+}
+
+// Sizes and places that do not fit in 32 bits stand in the zip64 field, in this order, where the 32-bit one is all ones.
+void read_zip64(const std::string& extra, Record& record) {
+  for (size_t at = 0; at + 4 <= extra.size();) {
+    size_t id = number(&extra[at], 2), length = number(&extra[at + 2], 2), end = at + 4 + length;
+    if (id == 1 && end <= extra.size()) {
+      size_t field = at + 4;
+      for (auto value : {&record.size, &record.stored_size, &record.header_offset}) {
+        if (*value == 0xffffffffu && field + 8 <= end) {
+          *value = number(&extra[field], 8);
+          field += 8;
+        }
+      }
+      return;
+    }
+    at = end;
+  }
+}
+
+constexpr size_t kEndSize = 22, kLocatorSize = 20, kEntrySize = 46, kHeaderSize = 30, kLongestComment = 65535;
+
+}  // namespace
+
+Archive read_archive(const std::string& path, const std::string& what) {
+  auto bytes = open_file(path);
+  auto broken = [&](const std::string& why) {
+    return Error(kBadInput, "'" + path + "' is damaged: " + why + "; copy or save it again.");
+  };
+  if (bytes.size == 0) throw Error(kBadInput, "'" + path + "' is empty, not " + what + ".");
+  std::string start, tail;
+  if (!bytes.read(0, std::min<uint64_t>(bytes.size, 16), start)) throw broken("it can't be read");
+  bool zip = start.starts_with("PK\x03\x04");
+  size_t tail_size = std::min<uint64_t>(bytes.size, kEndSize + kLongestComment);
+  if (!bytes.read(bytes.size - tail_size, tail_size, tail)) throw broken("it can't be read");
+  size_t end = tail.rfind("PK\x05\x06");
+  if (end == tail.npos || end + kEndSize > tail.size()) {
+    if (zip) throw broken("it is a zip file whose end, with the directory, is missing");
+    // torch.save's format before PyTorch 1.6: a pickle of protocol 2 that begins with a ten-byte magic number.
+    if (start.starts_with("\x80\x02\x8a\x0a"))
+      throw Error(kBadInput, "'" + path + "' was written by torch.save (a state_dict or a pickled model), not TorchScript; script the " +
+                                 "model in Python: torch.jit.script(model).save(\"model.pt\").");
+    throw Error(kBadInput, "'" + path + "' is not " + what + ": it isn't a zip archive.");
+  }
+  uint64_t count = number(&tail[end + 10], 2), directory_size = number(&tail[end + 12], 4),
+           directory_offset = number(&tail[end + 16], 4);
+  if (end >= kLocatorSize && tail.compare(end - kLocatorSize, 4, "PK\x06\x07") == 0) {
+    std::string end64;
+    if (!bytes.read(number(&tail[end - kLocatorSize + 8], 8), 56, end64) || !end64.starts_with("PK\x06\x06"))
+      throw broken("the end of its zip directory is not where it should be");
+    count = number(&end64[32], 8);
+    directory_size = number(&end64[40], 8);
+    directory_offset = number(&end64[48], 8);
+  }
+  std::string directory;
+  if (!bytes.read(directory_offset, directory_size, directory)) throw broken("its zip directory lies outside the file");
+
+  Archive archive;
+  uint64_t sum = 0;
+  size_t at = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    if (at + kEntrySize > directory.size() || directory.compare(at, 4, "PK\x01\x02") != 0)
+      throw broken("its zip directory is shorter than it says");
+    Record record{number(&directory[at + 24], 4), number(&directory[at + 20], 4), number(&directory[at + 42], 4),
+                  static_cast<int>(number(&directory[at + 10], 2))};
+    size_t name_size = number(&directory[at + 28], 2), extra_size = number(&directory[at + 30], 2),
+           comment_size = number(&directory[at + 32], 2);
+    size_t next = at + kEntrySize + name_size + extra_size + comment_size;
+    if (next > directory.size()) throw broken("its zip directory is shorter than it says");
+    std::string name = directory.substr(at + kEntrySize, name_size);
+    read_zip64(directory.substr(at + kEntrySize + name_size, extra_size), record);
+    at = next;
+
+    std::string header;
+    if (name.find('\0') != name.npos) throw broken("a record's name has a zero byte");
+    if (!bytes.read(record.header_offset, kHeaderSize, header) || !header.starts_with("PK\x03\x04"))
+      throw broken("record '" + name + "' is not where its zip directory says");
+    uint64_t data = record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2);
+    if (data > bytes.size || record.stored_size > bytes.size - data)
+      throw broken("record '" + name + "' reaches beyond the end of the file");
+    // Deflate makes at most 1032 bytes of one.
+    bool possible = record.method == 0   ? record.size == record.stored_size
+                    : record.method == 8 ? record.size / 1032 <= record.stored_size
+                                         : false;
+    if (!possible) throw broken("record '" + name + "' has an impossible size or an unknown compression");
+    sum += record.stored_size;
+    if (sum > bytes.size) throw broken("its records overlap");
+    auto slash = name.find('/');
+    archive.records[slash == name.npos ? name : name.substr(slash + 1)] = record;
+  }
+  return archive;
+}
+
+std::string read_record(const std::string& path, const Record& record) {
+  if (record.method != 0) return "";
+  auto bytes = open_file(path);
+  std::string header, data;
+  if (!bytes.read(record.header_offset, kHeaderSize, header) ||
+      !bytes.read(record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2), record.size, data))
+    throw Error(kBadInput, "Can't read '" + path + "'.");
+  return data;
+}
+
+std::string pickle_fault(const std::string& pickle) {
+  size_t at = 0, depth = 0;
+  std::vector<size_t> marks;  // the depth at each MARK
+  auto left = [&] { return pickle.size() - at; };
+  auto pop = [&](size_t n) { return depth - (marks.empty() ? 0 : marks.back()) >= n ? (depth -= n, true) : false; };
+  while (at < pickle.size()) {
+    auto code = static_cast<unsigned char>(pickle[at++]);
+    size_t fixed = 0, length_bytes = 0, pops = 0, pushes = 0;
+    bool to_mark = false;
+    switch (code) {
+      case '.': return "";  // STOP
+      case '(': marks.push_back(depth); break;
+      case ']': case ')': case '}': case 'N': case 0x88: case 0x89: pushes = 1; break;
+      case 't': to_mark = true; pushes = 1; break;
+      case 'e': case 'u': to_mark = true; break;
+      case 0x85: pops = 1; pushes = 1; break;
+      case 0x86: pops = 2; pushes = 1; break;
+      case 0x87: pops = 3; pushes = 1; break;
+      case 'a': case 'b': pops = 1; break;
+      case 's': pops = 2; break;
+      case 'R': case 0x81: pops = 2; pushes = 1; break;
+      case 'Q': pops = 1; pushes = 1; break;
+      case '0': pops = 1; break;
+      case 'J': fixed = 4; pushes = 1; break;
+      case 'K': fixed = 1; pushes = 1; break;
+      case 'M': fixed = 2; pushes = 1; break;
+      case 'G': fixed = 8; pushes = 1; break;
+      case 0x8a: case 0x8c: case 'C': case 'U': length_bytes = 1; pushes = 1; break;
+      case 'X': case 'B': case 'T': length_bytes = 4; pushes = 1; break;
+      case 0x8d: case 0x8e: length_bytes = 8; pushes = 1; break;
+      case 0x80: fixed = 1; break;
+      case 0x95: fixed = 8; break;
+      case 'q': fixed = 1; break;
+      case 'h': fixed = 1; pushes = 1; break;
+      case 'j': fixed = 4; pushes = 1; break;
+      case 'r':  // memo entries are numbered one by one, each by an opcode of its own
+        if (left() >= 4 && number(&pickle[at], 4) > pickle.size()) return "a pickle in it asks for too large a table";
+        fixed = 4;
+        break;
+      case 'c':
+        for (int line = 0; line < 2; ++line) {
+          auto newline = pickle.find('\n', at);
+          if (newline == pickle.npos) return "a pickle in it ends too early";
+          at = newline + 1;
+        }
+        pushes = 1;
+        break;
+      default: return "";
+    }
+    if (to_mark) {
+      if (marks.empty()) return "a pickle in it is inconsistent";
+      depth = marks.back();
+      marks.pop_back();
+    }
+    if (!pop(pops)) return "a pickle in it is inconsistent";
+    // Those that change what lies below: there must be something.
+    if ((code == 'a' || code == 'e' || code == 's' || code == 'u' || code == 'b' || code == 'q' || code == 'r') && depth == 0)
+      return "a pickle in it is inconsistent";
+    depth += pushes;
+    if (left() < length_bytes) return "a pickle in it ends too early";
+    uint64_t length = length_bytes ? number(&pickle[at], static_cast<int>(length_bytes)) : fixed;
+    at += length_bytes;
+    if (left() < length) return "a pickle in it ends too early";
+    at += length;
+  }
+  return "a pickle in it ends too early";
+}
+
+}  // namespace tsmem

@@ -1,0 +1,208 @@
+#include "rewriter/canonical.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/jit/ir/constants.h>
+
+#include <unordered_map>
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+namespace {
+
+std::optional<double> number(const Value* v) {
+  auto c = toIValue(v);
+  if (!c || !c->isScalar() || c->toScalar().isComplex()) return std::nullopt;
+  return c->toScalar().toDouble();
+}
+
+struct Activation {
+  const char* act;            // canonical name
+  std::vector<double> fixed;  // arguments that the spelling implies
+  size_t from_inputs = 0;     // else: that many, from input 1 on
+};
+
+// Spellings of activations, without the trailing underscore of in-place ones. clamp, clamp_min and clip are not among
+// them: their gradient at the border is 1, that of relu and hardtanh 0 (derivatives.yaml).
+const std::unordered_map<std::string, Activation>& activations() {
+  static const std::unordered_map<std::string, Activation> table = {
+      {"relu", {"relu", {}}},
+      {"relu6", {"hardtanh", {0, 6}}},
+      {"hardtanh", {"hardtanh", {}, 2}},
+      {"threshold", {"threshold", {}, 2}},
+      {"leaky_relu", {"leaky_relu", {}, 1}},
+      {"hardsigmoid", {"hardsigmoid", {}}},
+      {"silu", {"silu", {}}},
+      {"hardswish", {"hardswish", {}}},
+      {"sigmoid", {"sigmoid", {}}},
+      {"tanh", {"tanh", {}}},
+      {"elu", {"elu", {}, 3}},
+      {"selu", {"elu", {1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1}}},
+      {"softplus", {"softplus", {}, 2}},
+      {"mish", {"mish", {}}},
+  };
+  return table;
+}
+
+void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
+  op.name = "act";
+  op.inputs = {n->input(0)};
+  if (base == "gelu") {
+    const std::optional<IValue> approximate =
+        n->inputs().size() > 1 ? toIValue(n->input(1)) : std::optional<IValue>("none");
+    if (!approximate || !approximate->isString())
+      op.trouble = "the approximation of gelu is not a constant";
+    else
+      op.act = approximate->toStringRef() == "tanh" ? "gelu_tanh" : "gelu";
+    return;
+  }
+  if (base == "celu") {  // at::celu: elu(x, alpha, 1, 1 / alpha)
+    op.act = "elu";
+    auto alpha = number(n->input(1));
+    if (alpha && *alpha != 0)
+      op.act_args = {*alpha, 1, 1 / *alpha};
+    else
+      op.trouble = "alpha of celu is not a constant";
+    return;
+  }
+  const Activation& a = activations().at(base);
+  op.act = a.act;
+  op.act_args = a.fixed;
+  for (size_t i = 1; i <= a.from_inputs; ++i) {
+    auto value = number(n->input(i));
+    if (!value) {
+      op.trouble = fmt::format("argument {} of {} is not a constant", i, base);
+      return;
+    }
+    op.act_args.push_back(*value);
+  }
+}
+
+bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
+
+}  // namespace
+
+CanonicalOp canonical(Node* n) {
+  CanonicalOp op;
+  if (!n->kind().is_aten() || n->outputs().empty()) return op;
+  std::string base = n->kind().toUnqualString();
+  // add_, relu_: one trailing underscore. __and__ and the like have two.
+  if (base.size() > 1 && base.back() == '_' && base[base.size() - 2] != '_') {
+    base.pop_back();
+    op.in_place = true;
+  }
+  if (activations().count(base) || base == "gelu" || base == "celu") {
+    if (!is_tensor(n->input(0))) return {};
+    describe_activation(n, base, op);
+    return op;
+  }
+  if (base == "add" || base == "mul") {
+    if (n->inputs().size() < 2 || !is_tensor(n->input(0)) || !is_tensor(n->input(1))) return {};
+    op.name = base;
+    op.inputs = {n->input(0), n->input(1)};
+    if (base == "add" && n->inputs().size() > 2 && number(n->input(2)) != 1.0)
+      op.trouble = "the addition has a factor (alpha)";
+    return op;
+  }
+  op.name = base;
+  op.inputs = n->inputs().vec();
+  return op;
+}
+
+bool makes_fresh_tensor(const Node* n) {
+  // A list of what is known, not the schema: dropout, type_as, expand and others may return their input without saying
+  // so.
+  static const std::set<std::string> fresh = {"conv1d",
+                                              "conv2d",
+                                              "conv3d",
+                                              "conv_transpose1d",
+                                              "conv_transpose2d",
+                                              "conv_transpose3d",
+                                              "_convolution",
+                                              "batch_norm",
+                                              "layer_norm",
+                                              "group_norm",
+                                              "instance_norm",
+                                              "linear",
+                                              "matmul",
+                                              "mm",
+                                              "bmm",
+                                              "addmm",
+                                              "baddbmm",
+                                              "add",
+                                              "sub",
+                                              "mul",
+                                              "div",
+                                              "cat",
+                                              "stack",
+                                              "max_pool1d",
+                                              "max_pool2d",
+                                              "max_pool3d",
+                                              "avg_pool1d",
+                                              "avg_pool2d",
+                                              "avg_pool3d",
+                                              "mean",
+                                              "sum",
+                                              "softmax",
+                                              "log_softmax",
+                                              "upsample_nearest2d",
+                                              "upsample_bilinear2d",
+                                              "relu",
+                                              "relu6",
+                                              "hardtanh",
+                                              "leaky_relu",
+                                              "silu",
+                                              "hardswish",
+                                              "hardsigmoid",
+                                              "gelu",
+                                              "sigmoid",
+                                              "tanh",
+                                              "elu",
+                                              "selu",
+                                              "celu",
+                                              "softplus",
+                                              "mish",
+                                              "threshold",
+                                              "exp",
+                                              "sqrt",
+                                              "rsqrt",
+                                              "pow",
+                                              "clone",
+                                              "zeros_like",
+                                              "ones_like",
+                                              "randn_like",
+                                              "rand_like",
+                                              "empty_like",
+                                              "zeros",
+                                              "ones",
+                                              "randn",
+                                              "rand",
+                                              "embedding"};
+  return n->kind().is_aten() && fresh.count(n->kind().toUnqualString());
+}
+
+bool only_reads(const Node* n) {
+  const FunctionSchema* schema = n->maybeSchema();
+  if (!schema || !n->blocks().empty() || !n->kind().is_aten()) return false;
+  static const std::set<std::string> maybe_alias = {"dropout",
+                                                    "feature_dropout",
+                                                    "alpha_dropout",
+                                                    "feature_alpha_dropout",
+                                                    "type_as",
+                                                    "pad",
+                                                    "expand_as",
+                                                    "view_as",
+                                                    "reshape_as",
+                                                    "contiguous",
+                                                    "to",
+                                                    "_to_copy"};
+  if (maybe_alias.count(n->kind().toUnqualString())) return false;
+  for (const auto& a : schema->arguments())
+    if (a.alias_info()) return false;
+  for (const auto& r : schema->returns())
+    if (r.alias_info()) return false;
+  return true;
+}
+
+}  // namespace tsmem

@@ -1,0 +1,39 @@
+#include "error.h"
+
+#include <c10/util/Exception.h>
+
+#include <new>
+
+namespace tsmem {
+namespace {
+
+std::string_view strip(std::string_view s) {
+  auto first = s.find_first_not_of(" \t\r\n"), last = s.find_last_not_of(" \t\r\n");
+  return first == s.npos ? std::string_view() : s.substr(first, last - first + 1);
+}
+
+void cut_at(std::string_view& text, std::string_view mark) { text = text.substr(0, text.find(mark)); }
+
+}  // namespace
+
+std::string sentence(const std::exception& e) {
+  if (dynamic_cast<const std::bad_alloc*>(&e)) return "out of memory";
+  auto error = dynamic_cast<const c10::Error*>(&e);
+  std::string_view text = error ? error->what_without_backtrace() : e.what();
+  cut_at(text, "\nException raised from ");
+  // The interpreter puts its traceback first and what went wrong last, as "RuntimeError: ...".
+  if (text.find("Traceback of TorchScript") != text.npos) {
+    text = strip(text);
+    auto at = text.rfind("Error: ");
+    if (at != text.npos) text = text.substr(at + 7);
+  }
+  for (auto mark : {" (Could this error message be improved?", "  (Could this error message be improved?",
+                    ". This is an internal miniz error"})
+    cut_at(text, mark);
+  text = strip(text);
+  cut_at(text, "\n");
+  text = strip(text);
+  return text.empty() ? std::string("an error without a message") : std::string(text);
+}
+
+}  // namespace tsmem

@@ -1,0 +1,380 @@
+#include "rewriter/match.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/jit/ir/constants.h>
+
+#include <sstream>
+#include <unordered_set>
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+static std::string strip(const std::string& s) {
+  const size_t from = s.find_first_not_of(" \t"), to = s.find_last_not_of(" \t");
+  return from == std::string::npos ? "" : s.substr(from, to - from + 1);
+}
+
+static std::vector<std::string> split_arguments(const std::string& s) {
+  std::vector<std::string> parts;
+  std::string part;
+  int depth = 0;
+  for (char c : s) {
+    if (c == '[') ++depth;
+    if (c == ']') --depth;
+    if (c == ',' && depth == 0) {
+      parts.push_back(strip(part));
+      part.clear();
+    } else {
+      part += c;
+    }
+  }
+  if (!strip(part).empty()) parts.push_back(strip(part));
+  return parts;
+}
+
+std::vector<Line> parse_lines(const std::string& ir) {
+  std::vector<Line> lines;
+  std::istringstream in(ir);
+  for (std::string text; std::getline(in, text);) {
+    text = strip(text);
+    if (text.empty()) continue;
+    const size_t equals = text.find('='), open = text.find('(', equals), close = text.rfind(')');
+    TORCH_INTERNAL_ASSERT(equals != std::string::npos && open != std::string::npos && close != std::string::npos,
+                          "bad pattern line: ", text);
+    Line line;
+    for (const std::string& name : split_arguments(text.substr(0, equals))) line.outputs.push_back(name.substr(1));
+    line.op = strip(text.substr(equals + 1, open - equals - 1));
+    line.arguments = split_arguments(text.substr(open + 1, close - open - 1));
+    lines.push_back(std::move(line));
+  }
+  return lines;
+}
+
+const Scope* common_scope(const Scope* a, const Scope* b) {
+  std::unordered_set<const Scope*> up;
+  for (const Scope* s = a; s; s = s->parent) up.insert(s);
+  for (const Scope* s = b; s; s = s->parent)
+    if (up.count(s)) return s;
+  return nullptr;
+}
+
+static bool is_tensor(const Value* v) {
+  return v->type()->isSubtypeOf(*OptionalType::ofTensor()) && v->type()->kind() != NoneType::Kind;
+}
+
+namespace {
+
+struct CompiledRule {
+  const Pattern* pattern;
+  const Rule* rule;
+  std::vector<Line> lines;
+  std::map<std::string, size_t> defined_by;  // inner value -> line
+};
+
+struct Attempt {
+  std::vector<Node*> nodes;      // by line
+  std::vector<CanonicalOp> ops;  // by line
+  std::map<std::string, Value*> bound;
+  std::map<std::string, Operand> values;
+};
+
+class Matcher {
+ public:
+  Matcher(const View& view, const std::vector<const Pattern*>& patterns, const AttributesAlias& attributes_alias)
+      : view_(view), attributes_alias_(attributes_alias) {
+    for (const Pattern* p : patterns)
+      for (const Rule& r : p->rules) {
+        CompiledRule c{p, &r, parse_lines(r.match), {}};
+        for (size_t i = 0; i < c.lines.size(); ++i)
+          for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
+        rules_.push_back(std::move(c));
+      }
+    collect(view.graph->block(), false);
+  }
+
+  MatchResult run() {
+    // Rule by rule, so that an earlier pattern has the first choice everywhere.
+    for (const CompiledRule& rule : rules_) {
+      auto it = by_name_.find(rule.lines.back().op);
+      if (it == by_name_.end()) continue;
+      for (Node* n : it->second) try_rule(rule, n);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  const View& view_;
+  const AttributesAlias& attributes_alias_;
+  std::vector<CompiledRule> rules_;
+  bool sets_attributes_ = false;
+  std::unordered_map<std::string, std::vector<Node*>> by_name_;
+  std::unordered_map<Node*, CanonicalOp> ops_;
+  std::unordered_set<const Node*> taken_, in_autocast_;
+  bool swapped_first_ = false;
+  std::unique_ptr<AliasDb> alias_;
+  MatchResult result_;
+
+  // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
+  void collect(Block* block, bool autocast) {
+    for (Node* n : block->nodes()) {
+      if (n->kind() == prim::SetAttr) sets_attributes_ = true;
+      if (n->kind() == prim::Enter || n->kind() == prim::Exit) {
+        const bool is_autocast = n->input(0)->type()->repr_str().find("autocast") != std::string::npos;
+        if (is_autocast) autocast = n->kind() == prim::Enter;
+      }
+      if (autocast) in_autocast_.insert(n);
+      CanonicalOp op = canonical(n);
+      if (!op.name.empty()) {
+        by_name_[op.name].push_back(n);
+        ops_.emplace(n, std::move(op));
+      }
+      for (Block* b : n->blocks()) collect(b, autocast);
+    }
+  }
+
+  void refuse(const CompiledRule& rule, const Attempt& a, std::string reason) {
+    const Scope* scope = nullptr;
+    bool first = true;
+    for (Node* n : a.nodes)
+      if (n) {
+        const Scope* s = view_.places.at(n).scope;
+        scope = first ? s : common_scope(scope, s);
+        first = false;
+      }
+    result_.refused.push_back({rule.pattern, scope, std::move(reason)});
+  }
+
+  std::string name_of(const Node* n) const {
+    const Place& place = view_.places.at(n);
+    const std::string path = place.scope ? place.scope->path : "";
+    return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
+  }
+
+  // Binds line `i` to `n` and what leads to it. False: not this pattern.
+  bool bind(const CompiledRule& rule, size_t i, Node* n, Attempt& a, bool swap) {
+    auto op = ops_.find(n);
+    const Line& line = rule.lines[i];
+    if (op == ops_.end() || op->second.name != line.op || n->outputs().size() < line.outputs.size()) return false;
+    if (op->second.inputs.size() != line.arguments.size()) return false;
+    a.nodes[i] = n;
+    a.ops[i] = op->second;
+    if (swap) std::swap(a.ops[i].inputs[0], a.ops[i].inputs[1]);
+    for (size_t k = 0; k < line.outputs.size(); ++k) a.values[line.outputs[k]] = {i, k, true};
+    for (size_t k = 0; k < line.arguments.size(); ++k) {
+      const std::string& argument = line.arguments[k];
+      Value* v = a.ops[i].inputs[k];
+      if (argument[0] != '%') {
+        auto c = toIValue(v);
+        if (!c || fmt::format("{}", [&] {
+                    std::ostringstream s;
+                    s << *c;
+                    return s.str();
+                  }()) != argument)
+          return false;
+        continue;
+      }
+      const std::string name = argument.substr(1);
+      auto producer = rule.defined_by.find(name);
+      if (producer != rule.defined_by.end()) {
+        if (a.nodes[producer->second]) {
+          if (a.bound[name] != v) return false;
+          continue;
+        }
+        const auto& outs = rule.lines[producer->second].outputs;
+        const size_t k_out = std::find(outs.begin(), outs.end(), name) - outs.begin();
+        if (v->node()->outputs().size() <= k_out || v->offset() != k_out) return false;
+        a.bound[name] = v;
+        if (!bind_either(rule, producer->second, v->node(), a)) return false;
+      } else if (auto it = a.bound.find(name); it != a.bound.end()) {
+        if (it->second != v) return false;
+      } else {
+        a.bound[name] = v;
+        size_t index = 0;
+        while (n->input(index) != v) ++index;
+        a.values[name] = {i, index, false};
+      }
+    }
+    return true;
+  }
+
+  bool bind_either(const CompiledRule& rule, size_t i, Node* n, Attempt& a) {
+    Attempt before = a;
+    const std::string& op = rule.lines[i].op;
+    const bool commutes = op == "add" || op == "mul";
+    if (bind(rule, i, n, a, commutes && swapped_first_)) return true;
+    if (!commutes) return false;
+    a = std::move(before);
+    return bind(rule, i, n, a, !swapped_first_);
+  }
+
+  // The operands of add and mul may be bound in two ways; the second is tried where the first may not be replaced.
+  void try_rule(const CompiledRule& rule, Node* anchor) {
+    if (taken_.count(anchor)) return;
+    std::string first_reason;
+    std::optional<Attempt> first;
+    for (bool swapped_first : {false, true}) {
+      swapped_first_ = swapped_first;
+      Attempt a{std::vector<Node*>(rule.lines.size()), std::vector<CanonicalOp>(rule.lines.size()), {}, {}};
+      if (!bind_either(rule, rule.lines.size() - 1, anchor, a)) return;
+      if (first && first->nodes == a.nodes) break;
+      for (Node* n : a.nodes)
+        if (!n || taken_.count(n)) return;
+      if (!wanted_activation(rule, a)) return;
+      const std::string reason = illegal(rule, a);
+      if (reason.empty()) return accept(rule, a);
+      if (!first) {
+        first_reason = reason;
+        first = std::move(a);
+      }
+    }
+    refuse(rule, *first, first_reason);
+  }
+
+  static bool wanted_activation(const CompiledRule& rule, const Attempt& a) {
+    const auto& wanted = rule.rule->activations;
+    for (const CanonicalOp& op : a.ops)
+      if (op.name == "act" && !wanted.empty() && !wanted.count(op.act) && !(op.in_place && wanted.count("in-place")))
+        return false;
+    return true;
+  }
+
+  void accept(const CompiledRule& rule, const Attempt& a) {
+    Found found{rule.pattern, rule.rule, {}, a.values, "", {}, nullptr};
+    for (size_t i = 0; i < a.nodes.size(); ++i) {
+      if (a.ops[i].name == "act") {
+        found.act = a.ops[i].act;
+        found.act_args = a.ops[i].act_args;
+      }
+      taken_.insert(a.nodes[i]);
+      found.nodes.push_back(view_.places.at(a.nodes[i]));
+      found.scope = i == 0 ? found.nodes[0].scope : common_scope(found.scope, found.nodes[i].scope);
+    }
+    result_.found.push_back(std::move(found));
+  }
+
+  // Why a match may not be replaced; empty where it may.
+  std::string illegal(const CompiledRule& rule, const Attempt& a) {
+    for (size_t i = 0; i < a.nodes.size(); ++i) {
+      if (!a.ops[i].trouble.empty()) return fmt::format("{}: {}", name_of(a.nodes[i]), a.ops[i].trouble);
+      if (in_autocast_.count(a.nodes[i]))
+        return fmt::format("{} is inside an autocast block of the model's own code", name_of(a.nodes[i]));
+    }
+    Node* anchor = a.nodes.back();
+    for (Node* n : a.nodes)
+      if (n->owningBlock() != anchor->owningBlock())
+        return fmt::format("{} and {} are not in the same branch or loop", name_of(n), name_of(anchor));
+    for (size_t i = 0; i + 1 < a.nodes.size(); ++i)
+      for (size_t k = 0; k < a.nodes[i]->outputs().size(); ++k)
+        if (auto reason = escapes(rule, a, i, k); !reason.empty()) return reason;
+    for (size_t k = rule.lines.back().outputs.size(); k < anchor->outputs().size(); ++k)
+      if (anchor->output(k)->hasUses())
+        return fmt::format("another result of {} (its indices) is used", name_of(anchor));
+    for (size_t i = 0; i < a.nodes.size(); ++i)
+      if (a.ops[i].in_place)
+        if (auto reason = overwrites(a, i); !reason.empty()) return reason;
+    return disturbed(a);
+  }
+
+  // An inner value that something outside the match reads.
+  std::string escapes(const CompiledRule& rule, const Attempt& a, size_t i, size_t k) {
+    const auto& outs = rule.lines[i].outputs;
+    if (k < outs.size() && rule.rule->shared.count(outs[k])) return "";
+    const bool sized =
+        k < outs.size() && !rule.rule->sizes.empty() && parse_lines(rule.rule->sizes).front().outputs[0] == outs[k];
+    size_t others = 0;
+    for (const Use& use : a.nodes[i]->output(k)->uses()) {
+      const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
+      if (std::find(a.nodes.begin(), a.nodes.end(), use.user) == a.nodes.end() && !(sized && asks_size)) ++others;
+    }
+    if (others == 0) return "";
+    return fmt::format("the output of {} has {} other user{}", name_of(a.nodes[i]), others, others == 1 ? "" : "s");
+  }
+
+  // An in-place operator becomes one that writes elsewhere: legal where nobody else sees its input afterwards.
+  std::string overwrites(const Attempt& a, size_t i) { return overwritten_elsewhere(a.nodes[i]); }
+
+  std::string overwritten_elsewhere(Node* n) {
+    Value* v = n->input(0);
+    Node* producer = v->node();
+    auto op = ops_.find(producer);
+    const bool chained = op != ops_.end() && op->second.in_place;
+    if (!chained && !makes_fresh_tensor(producer))
+      return fmt::format("{} overwrites a tensor that may be seen from elsewhere", name_of(n));
+    if (producer->owningBlock() != n->owningBlock())
+      return fmt::format("{} overwrites a tensor made outside its branch or loop", name_of(n));
+    for (const Use& use : v->uses()) {
+      if (use.user == n) continue;
+      if (use.user->owningBlock() != n->owningBlock() || !use.user->isBefore(n) || !only_reads(use.user))
+        return fmt::format("{} overwrites a tensor that {} uses too", name_of(n),
+                           use.user->kind() == prim::Return ? "its caller" : name_of(use.user));
+    }
+    return chained ? overwritten_elsewhere(producer) : "";
+  }
+
+  // The new op reads all its inputs where the last matched node stood: nothing in between may write to them.
+  std::string disturbed(const Attempt& a) {
+    Node* first = a.nodes.back();
+    for (Node* n : a.nodes)
+      if (n->isBefore(first)) first = n;
+    for (Node* n = first; n != a.nodes.back(); n = n->next()) {
+      if (std::find(a.nodes.begin(), a.nodes.end(), n) != a.nodes.end()) continue;
+      if (auto reason = writes(n, a); !reason.empty()) return reason;
+    }
+    return "";
+  }
+
+  std::string writes(Node* n, const Attempt& a) {
+    if (n->kind() == prim::Enter || n->kind() == prim::Exit)
+      return "a `with` block begins or ends between the matched operators";
+    if (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction)
+      return fmt::format("a call that can't be looked into ({}) lies between the matched operators",
+                         n->kind() == prim::CallMethod ? n->s(attr::name) : "function");
+    for (Block* b : n->blocks())
+      for (Node* inner : b->nodes())
+        if (auto reason = writes(inner, a); !reason.empty()) return reason;
+    const FunctionSchema* schema = n->maybeSchema();
+    if (!schema) return "";
+    // These write to their running statistics, and their schemas don't say so.
+    const bool norm = n->kind() == aten::batch_norm || n->kind() == aten::instance_norm;
+    if (!schema->is_mutable() && !norm) return "";
+    for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
+      const auto* alias = schema->arguments()[k].alias_info();
+      const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
+      if (!written) continue;
+      for (const auto& [name, v] : a.bound)
+        if (is_tensor(v) && v->node() != n && may_alias(n->input(k), v))
+          return fmt::format("{} writes to an input of the match in between", name_of(n));
+    }
+    return "";
+  }
+
+  bool may_alias(Value* x, Value* y) {
+    x = root(x), y = root(y);
+    if (x == y) return true;
+    const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
+    if (fresh_x && fresh_y) return false;
+    const auto path_x = attribute_path(x), path_y = attribute_path(y);
+    if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_alias_(*path_x, *path_y);
+    if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
+    if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
+    return alias_->mayAlias(x, y);
+  }
+  // The first value of a chain of in-place operators.
+  Value* root(Value* v) {
+    while (true) {
+      auto op = ops_.find(v->node());
+      if (op == ops_.end() || !op->second.in_place) return v;
+      v = v->node()->input(0);
+    }
+  }
+};
+
+}  // namespace
+
+MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns,
+                         const AttributesAlias& attributes_alias) {
+  return Matcher(view, patterns, attributes_alias).run();
+}
+
+}  // namespace tsmem

@@ -1,0 +1,59 @@
+// Finding patterns in a view. Changes nothing; what almost matched is data too.
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+
+#include "patterns/pattern.h"
+#include "rewriter/canonical.h"
+#include "rewriter/view.h"
+
+namespace tsmem {
+
+// A value of a matched node: input or output `index` of pattern node `node`. Holds in the view and in any copy that has
+// the node.
+struct Operand {
+  size_t node, index;
+  bool output;
+};
+
+struct Found {
+  const Pattern* pattern;
+  const Rule* rule;
+  std::vector<Place> nodes;               // in the order of the rule's lines
+  std::map<std::string, Operand> values;  // every name of the rule's `match`
+  std::string act;                        // of the matched activation
+  std::vector<double> act_args;
+  const Scope* scope;  // innermost that holds all nodes
+};
+
+struct NearMiss {
+  const Pattern* pattern;
+  const Scope* scope;
+  std::string reason;
+};
+
+struct MatchResult {
+  std::vector<Found> found;
+  std::vector<NearMiss> refused;
+};
+
+// Whether two attributes, by path from the method's own module, may be the same memory in any instance (tied
+// parameters).
+using AttributesAlias = std::function<bool(const std::string&, const std::string&)>;
+
+MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns,
+                         const AttributesAlias& attributes_alias);
+
+// One line of a rule: "%a, %b = name(%x, 1, "text", ACT, [0, 0])".
+struct Line {
+  std::vector<std::string> outputs;  // without %
+  std::string op;
+  std::vector<std::string> arguments;  // "%x" or a literal
+};
+std::vector<Line> parse_lines(const std::string& ir);
+
+// The innermost scope that holds both.
+const Scope* common_scope(const Scope* a, const Scope* b);
+
+}  // namespace tsmem

@@ -1,0 +1,552 @@
+#include "rewriter/memory.h"
+
+#include <ATen/Context.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+
+namespace tsmem {
+namespace {
+
+using c10::IValue;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+double median(std::vector<double> v) {
+  if (v.empty()) return 0;
+  std::sort(v.begin(), v.end());
+  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
+}
+
+// Bytes of the distinct storages behind some tensors.
+int64_t storage_bytes(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> seen;
+  int64_t bytes = 0;
+  for (auto& t : tensors)
+    if (t.has_storage() && seen.insert(t.storage().unsafeGetStorageImpl()).second)
+      bytes += static_cast<int64_t>(t.storage().nbytes());
+  return bytes;
+}
+
+void synchronize(c10::Device device) {
+  if (device.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(device.index());
+}
+
+// Where an allocation comes from.
+struct Origin {
+  std::string module, op;
+};
+
+// The path of the module whose method runs, from the interpreter's call stack. Its entries name an instance by its last
+// name alone
+// ("0(Conv2d)::forward"), which a model with two module lists does not tell apart; so each call is looked up in the
+// caller's graph by its place in the source, and the attributes that lead to the callee are read there.
+class ModulePaths {
+ public:
+  explicit ModulePaths(const torch::jit::Module& root) : root_(root) {}
+
+  std::string current() {
+    auto names = torch::jit::currentModuleHierarchy();
+    if (names.empty()) return "";
+    auto calls = torch::jit::currentCallstack();
+    std::lock_guard lock(mutex_);
+    std::string path;
+    auto object = root_._ivalue();
+    for (size_t i = 1; i < names.size() && i - 1 < calls.size(); ++i) {
+      auto open = names[i].find('('), colons = names[i].rfind("::");
+      if (open == std::string::npos || colons == std::string::npos) continue;  // a free function
+      auto instance = names[i].substr(0, open), method = names[i].substr(colons + 2);
+      if (instance == "SELF") continue;
+      for (auto& attribute : steps(object->type(), calls[i - 1], instance, method)) {
+        auto slot = object->type()->findAttributeSlot(attribute);
+        if (!slot || !object->getSlot(*slot).isObject()) return path;
+        object = object->getSlot(*slot).toObject();
+        path += fmt::format("{}{}", path.empty() ? "" : ".", attribute);
+      }
+    }
+    return path;
+  }
+
+ private:
+  using Key = std::tuple<const c10::ClassType*, std::string, size_t, size_t, std::string, std::string>;
+
+  const std::vector<std::string>& steps(const c10::ClassTypePtr& type, const torch::jit::StackEntry& call,
+                                        const std::string& instance, const std::string& method) {
+    auto [it, fresh] =
+        cache_.try_emplace(Key{type.get(), call.filename, call.range.start(), call.range.end(), instance, method});
+    if (!fresh) return it->second;
+    auto* caller = type->findMethod(call.filename);
+    if (auto* function = caller ? torch::jit::tryToGraphFunction(*caller) : nullptr)
+      search(*function->graph()->block(), call, instance, method, it->second);
+    if (it->second.empty()) it->second = {instance};
+    return it->second;
+  }
+
+  static void search(const torch::jit::Block& block, const torch::jit::StackEntry& call, const std::string& instance,
+                     const std::string& method, std::vector<std::string>& out) {
+    for (auto* n : block.nodes()) {
+      for (auto* b : n->blocks()) search(*b, call, instance, method, out);
+      if (!out.empty()) return;
+      if (n->kind() != c10::prim::CallMethod || n->s(c10::attr::name) != method ||
+          n->sourceRange().start() != call.range.start() || n->sourceRange().end() != call.range.end())
+        continue;
+      std::vector<std::string> chain;
+      auto* from = n->input(0)->node();
+      for (; from->kind() == c10::prim::GetAttr; from = from->input(0)->node())
+        chain.insert(chain.begin(), from->s(c10::attr::name));
+      if (from->kind() == c10::prim::Param && !chain.empty() && chain.back() == instance) out = chain;
+    }
+  }
+
+  torch::jit::Module root_;
+  std::mutex mutex_;
+  std::map<Key, std::vector<std::string>> cache_;
+};
+
+struct Frame {  // one at::RecordFunction that runs
+  std::string name;
+  int64_t sequence;
+  at::RecordScope scope;
+};
+thread_local std::vector<Frame> frames;
+
+struct Allocation {
+  int64_t bytes;
+  Origin origin;
+  bool backward;
+  bool alive_after_forward = false;
+};
+
+class Recorder : public c10::MemoryReportingInfoBase {
+ public:
+  Recorder(c10::DeviceType device, const torch::jit::Module& root) : device_(device), paths_(root) {}
+
+  void start() { start_ = Clock::now(); }
+
+  bool memoryProfilingEnabled() const override { return true; }
+
+  void reportMemoryUsage(void* ptr, int64_t bytes, size_t, size_t, c10::Device device) override {
+    if (device.type() != device_ || bytes == 0) return;
+    // Asked for before the lock: it walks the interpreter's frames and must not allocate tensors, but may take long.
+    Origin origin = bytes > 0 ? here() : Origin();
+    std::lock_guard lock(mutex_);
+    if (paused_) return;
+    if (bytes > 0) {
+      live_[ptr] = allocations_.size();
+      allocations_.push_back({bytes, origin, backward_});
+    } else if (auto it = live_.find(ptr); it != live_.end()) {
+      origin = allocations_[it->second].origin;
+      // What is still alive when the step has ended was kept by something else than backward (a cache, an attribute).
+      if (allocations_[it->second].alive_after_forward) freed_.push_back(it->second);
+      live_.erase(it);
+    }
+    if (backward_done_) return;
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+    events_.push_back({seconds_since(start_), bytes, backward_, origin.module, origin.op});
+  }
+
+  // Ends the forward phase; `exclude`: storages that are not kept for backward (outputs, attributes of the module).
+  void forward_done(const std::unordered_set<const void*>& exclude) {
+    std::lock_guard lock(mutex_);
+    backward_ = true;
+    for (auto& [ptr, i] : live_) allocations_[i].alive_after_forward = !exclude.contains(ptr);
+  }
+
+  void backward_done() {
+    std::lock_guard lock(mutex_);
+    backward_done_ = true;
+  }
+
+  void pause(bool on) {
+    std::lock_guard lock(mutex_);
+    paused_ = on;
+  }
+
+  void enter(const at::RecordFunction& f) {
+    frames.push_back({f.name(), f.seqNr(), f.scope()});
+    if (f.seqNr() < 0 || f.scope() == at::RecordScope::BACKWARD_FUNCTION) return;
+    auto origin = here();
+    std::lock_guard lock(mutex_);
+    // An op that makes no autograd node leaves its number to the next one, so the last to show it is the node's op.
+    if (!backward_) by_sequence_[f.seqNr()] = origin;
+  }
+
+  // Moves what was recorded into a profile.
+  void report(Profile& p, const std::map<std::string, size_t>& index) {
+    p.peak_bytes = peak_;
+    auto row = [&](const std::string& path) -> ModuleMemory& {
+      // A path that is no module's (an interface, a module out of a list held elsewhere) counts for the nearest one
+      // above it.
+      for (std::string at = path;; at = at.substr(0, at.rfind('.'))) {
+        if (auto it = index.find(at); it != index.end()) return p.modules[it->second];
+        if (at.find('.') == std::string::npos) return p.modules[index.at("")];
+      }
+    };
+    for (auto& a : allocations_)
+      (a.backward ? row(a.origin.module).backward_bytes : row(a.origin.module).forward_bytes) += a.bytes;
+    std::map<std::string, OpMemory> ops;
+    for (size_t i : freed_) {
+      auto& a = allocations_[i];
+      p.saved_bytes += a.bytes;
+      row(a.origin.module).saved_bytes += a.bytes;
+      auto& op = ops.try_emplace(a.origin.op, OpMemory{a.origin.op, 0, 0}).first->second;
+      op.saved_bytes += a.bytes;
+      ++op.count;
+    }
+    for (auto& [_, op] : ops) p.ops.push_back(op);
+    std::stable_sort(p.ops.begin(), p.ops.end(), [](auto& a, auto& b) { return a.saved_bytes > b.saved_bytes; });
+    p.timeline = std::move(events_);
+  }
+
+ private:
+  Origin here() {
+    const Frame* op = nullptr;
+    const Frame* node = nullptr;
+    for (auto& f : frames) {
+      if (f.scope == at::RecordScope::BACKWARD_FUNCTION && !node) node = &f;
+      if (f.scope == at::RecordScope::FUNCTION && !op && !f.name.starts_with("autograd::engine::")) op = &f;
+    }
+    Origin origin;
+    origin.op = node ? node->name : op ? op->name : "";
+    if (node) {
+      std::lock_guard lock(mutex_);
+      // A node that no op showed (those of TorchScript's own differentiation) belongs to the op before it.
+      auto it = by_sequence_.upper_bound(node->sequence);
+      if (node->sequence >= 0 && it != by_sequence_.begin()) origin.module = std::prev(it)->second.module;
+    } else {
+      origin.module = paths_.current();
+    }
+    return origin;
+  }
+
+  const c10::DeviceType device_;
+  Clock::time_point start_;
+  ModulePaths paths_;
+  std::mutex mutex_;
+  bool backward_ = false, backward_done_ = false, paused_ = false;
+  int64_t now_ = 0, peak_ = 0;
+  std::vector<Allocation> allocations_;
+  std::unordered_map<void*, size_t> live_;  // pointer -> index in allocations_
+  std::vector<size_t> freed_;               // alive after forward, and given back since
+  std::map<int64_t, Origin> by_sequence_;   // autograd sequence number -> forward op
+  std::vector<Event> events_;
+};
+
+// Observes ops on this thread and on those that inherit its state, while it lives.
+class OpObserver {
+ public:
+  OpObserver() {
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(
+                                             [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
+                                               if (auto* r = recorder()) r->enter(f);
+                                               return nullptr;
+                                             },
+                                             [](const at::RecordFunction&, at::ObserverContext*) {
+                                               if (recorder() && !frames.empty()) frames.pop_back();
+                                             })
+                                             .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+  }
+  ~OpObserver() {
+    at::removeCallback(handle_);
+    frames.clear();
+  }
+
+ private:
+  static Recorder* recorder() {
+    return dynamic_cast<Recorder*>(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE));
+  }
+  at::CallbackHandle handle_;
+};
+
+}  // namespace
+
+struct StateGuard::State {
+  struct Slot {
+    c10::intrusive_ptr<c10::ivalue::Object> object;
+    size_t index;
+    IValue value;
+  };
+  struct Content {
+    at::Tensor tensor, copy;
+  };
+  struct Grad {
+    at::Tensor tensor, grad, copy;
+  };
+  std::vector<Slot> slots;
+  std::vector<Content> contents;
+  std::vector<Grad> grads;
+  std::vector<std::pair<at::Generator, at::Tensor>> generators;
+};
+
+StateGuard::StateGuard(const torch::jit::Module& module) : state_(std::make_unique<State>()) {
+  at::NoGradGuard no_grad;
+  std::unordered_set<const void*> seen;
+  for (const auto& m : module.modules()) {
+    auto object = m._ivalue();
+    if (!seen.insert(object.get()).second) continue;
+    for (size_t i = 0; i < object->slots().size(); ++i) {
+      auto& v = object->slots()[i];
+      // A list or dict that grows is put back as a container of the same tensors.
+      state_->slots.push_back(
+          {object, i, v.isList() || v.isGenericDict() ? map_tensors(v, [](auto& t) { return t; }) : v});
+      if (v.isObject() || v.isCapsule()) continue;
+      for (auto& t : all_tensors(v)) {
+        if (!seen.insert(t.unsafeGetTensorImpl()).second) continue;
+        // What overlaps itself refuses in-place changes, so it can't have changed.
+        if (at::has_internal_overlap(t) != at::MemOverlap::Yes) state_->contents.push_back({t, t.detach().clone()});
+        if (t.is_leaf() && (t.requires_grad() || t.grad().defined()))
+          state_->grads.push_back({t, t.grad(), t.grad().defined() ? t.grad().detach().clone() : at::Tensor()});
+      }
+    }
+  }
+  auto add = [&](at::Generator generator) {
+    std::lock_guard lock(generator.mutex());
+    state_->generators.emplace_back(generator, generator.get_state());
+  };
+  add(at::globalContext().defaultGenerator(c10::kCPU));
+  if (at::hasCUDA())
+    for (int i = 0; i < at::detail::getCUDAHooks().deviceCount(); ++i)
+      add(at::globalContext().defaultGenerator(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(i))));
+}
+
+StateGuard::~StateGuard() {
+  at::NoGradGuard no_grad;
+  try {
+    for (auto& s : state_->slots) s.object->setSlot(s.index, s.value);
+    // Through variable_data, which has a version counter of its own.
+    for (auto& c : state_->contents) c.tensor.variable_data().copy_(c.copy);
+    for (auto& g : state_->grads) {
+      if (g.grad.defined()) g.grad.variable_data().copy_(g.copy);
+      g.tensor.mutable_grad() = g.grad;
+    }
+    for (auto& [generator, state] : state_->generators) {
+      std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+  } catch (const std::exception& e) {
+    TORCH_WARN("The model's state could not be put back: ", sentence(e));
+  }
+}
+
+struct TrainingStep::Impl {
+  torch::jit::Module module;
+  torch::jit::Method method;
+  std::vector<IValue> inputs;
+  ProfileOptions options;
+  c10::Device device;
+  StateGuard guard;
+  std::vector<at::Tensor> parameters, random;
+  bool drawn = false;
+
+  Impl(torch::jit::Module& m, const std::vector<IValue>& in, const ProfileOptions& o)
+      : module(m), method(m.get_method(o.method)), inputs(in), options(o), device(o.device), guard(m) {}
+};
+
+TrainingStep::TrainingStep(torch::jit::Module& module, const std::vector<IValue>& inputs,
+                           const ProfileOptions& options) {
+  require_device(options.device);
+  impl_ = std::make_unique<Impl>(module, check_inputs(module, options.method, inputs), options);
+  module.train(options.train);
+  std::unordered_set<const void*> seen;
+  for (const auto& p : module.parameters()) {
+    if (!p.requires_grad() || !seen.insert(p.unsafeGetTensorImpl()).second) continue;
+    impl_->parameters.push_back(p);
+    impl_->parameters.back().mutable_grad() = at::zeros_like(p);
+  }
+}
+
+TrainingStep::~TrainingStep() = default;
+
+bool TrainingStep::run(StepObserver& observer) {
+  auto& s = *impl_;
+  // Forward may change its inputs in place, so each run gets its own.
+  std::vector<IValue> inputs;
+  for (auto& v : s.inputs) inputs.push_back(clone_value(v));
+  for (auto& p : s.parameters) p.mutable_grad().zero_();
+  if (s.options.input_grad)
+    for (auto& t : floating_tensors(c10::ivalue::Tuple::create(inputs))) {
+      t.requires_grad_();
+      t.mutable_grad() = at::zeros_like(t);
+    }
+  {
+    auto generator = at::globalContext().defaultGenerator(s.device);
+    std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(s.options.seed);
+  }
+  auto named = [&](const char* phase, const std::exception& e) {
+    return Error(kBadInput, fmt::format("The model's {} fails with these inputs: {}",
+                                        phase == std::string("forward") ? s.options.method : phase, sentence(e)));
+  };
+  synchronize(s.device);
+  observer.started();
+  auto start = Clock::now();
+  IValue output;
+  try {
+    output = s.method(inputs);
+  } catch (const std::exception& e) {
+    throw named("forward", e);
+  }
+  synchronize(s.device);
+  forward_seconds = seconds_since(start);
+  observer.forward_done(output);
+
+  auto floating = floating_tensors(output);
+  if (floating.empty())
+    throw Error(
+        kBadInput,
+        fmt::format("The model's {} returns no floating-point tensor, so there is nothing to run backward from.",
+                    s.options.method));
+  bool same = s.random.size() == floating.size();
+  for (size_t i = 0; same && i < floating.size(); ++i)
+    same = s.random[i].sizes() == floating[i].sizes() && s.random[i].scalar_type() == floating[i].scalar_type();
+  if (!same) {
+    observer.pause(true);
+    s.random = cotangents(floating, s.options.seed);
+    observer.pause(false);
+  }
+  std::vector<at::Tensor> roots, gradients;
+  for (size_t i = 0; i < floating.size(); ++i)
+    if (floating[i].requires_grad()) {
+      roots.push_back(floating[i]);
+      gradients.push_back(s.random[i]);
+    }
+  start = Clock::now();
+  try {
+    if (!roots.empty()) torch::autograd::backward(roots, gradients);
+  } catch (const std::exception& e) {
+    throw named("backward", e);
+  }
+  synchronize(s.device);
+  backward_seconds = seconds_since(start);
+  observer.backward_done();
+  return !roots.empty();
+}
+
+namespace {
+
+// Lets a Recorder see one run of a TrainingStep.
+class RecordedStep : public StepObserver {
+ public:
+  RecordedStep(std::shared_ptr<Recorder> recorder, const torch::jit::Module& module)
+      : recorder_(std::move(recorder)), module_(module) {}
+  void started() override {
+    debug_.emplace(c10::DebugInfoKind::PROFILER_STATE, recorder_);
+    ops_.emplace();
+    recorder_->start();
+  }
+  void forward_done(const IValue& output) override {
+    std::unordered_set<const void*> exclude;
+    auto add = [&](const IValue& v) {
+      for (auto& t : all_tensors(v))
+        if (t.has_storage()) exclude.insert(t.storage().data());
+    };
+    add(output);
+    for (const auto& m : module_.modules())
+      for (auto& v : m._ivalue()->slots())
+        if (!v.isObject()) add(v);
+    recorder_->forward_done(exclude);
+  }
+  void pause(bool on) override { recorder_->pause(on); }
+  void backward_done() override { recorder_->backward_done(); }
+  void stop() {
+    ops_.reset();
+    debug_.reset();
+  }
+
+ private:
+  std::shared_ptr<Recorder> recorder_;
+  const torch::jit::Module& module_;
+  std::optional<c10::DebugInfoGuard> debug_;
+  std::optional<OpObserver> ops_;
+};
+
+}  // namespace
+
+Profile profile(torch::jit::Module& module, const std::vector<IValue>& inputs, const ProfileOptions& options) {
+  Profile p;
+  auto say = [&](const std::string& text) {
+    if (options.progress) options.progress(text);
+  };
+  std::map<std::string, size_t> index;
+  for (const auto& m : module.named_modules()) {
+    index[m.name] = p.modules.size();
+    p.modules.push_back({m.name, m.value.type()->name()->name(), 0, 0, 0});
+  }
+  p.input_bytes = storage_bytes(all_tensors(c10::ivalue::Tuple::create(inputs)));
+  std::vector<at::Tensor> parameters;
+  for (const auto& t : module.parameters()) parameters.push_back(t);
+  p.parameter_bytes = storage_bytes(parameters);
+
+  TrainingStep step(module, inputs, options);
+  for (int i = 0; i < options.warmup; ++i) {
+    say(fmt::format("warm-up step {} of {}", i + 1, options.warmup));
+    step.run();
+  }
+  say("recording a step");
+  auto recorder = std::make_shared<Recorder>(c10::Device(options.device).type(), module);
+  {
+    RecordedStep recorded(recorder, module);
+    p.has_backward = step.run(recorded);
+    recorded.stop();
+  }
+  recorder->report(p, index);
+  if (options.timing) {
+    std::vector<double> forward, backward, both;
+    for (int i = 0; i < std::max(options.steps, 1); ++i) {
+      say(fmt::format("timing step {} of {}", i + 1, options.steps));
+      step.run();
+      forward.push_back(step.forward_seconds);
+      backward.push_back(step.backward_seconds);
+      both.push_back(step.forward_seconds + step.backward_seconds);
+    }
+    p.forward_seconds = median(forward);
+    p.backward_seconds = median(backward);
+    p.step_seconds = median(both);
+  }
+  return p;
+}
+
+nlohmann::json to_json(const Profile& p) {
+  auto modules = nlohmann::json::array(), ops = nlohmann::json::array(), timeline = nlohmann::json::array();
+  for (auto& m : p.modules)
+    modules.push_back({{"path", m.path},
+                       {"type", m.type},
+                       {"saved_bytes", m.saved_bytes},
+                       {"forward_bytes", m.forward_bytes},
+                       {"backward_bytes", m.backward_bytes}});
+  for (auto& o : p.ops) ops.push_back({{"op", o.op}, {"saved_bytes", o.saved_bytes}, {"count", o.count}});
+  for (auto& e : p.timeline)
+    timeline.push_back({{"t", e.t},
+                        {"phase", e.backward ? "backward" : "forward"},
+                        {"module", e.module},
+                        {"op", e.op},
+                        {"bytes", e.bytes}});
+  return {{"input_bytes", p.input_bytes},
+          {"parameter_bytes", p.parameter_bytes},
+          {"saved_bytes", p.saved_bytes},
+          {"peak_bytes", p.peak_bytes},
+          {"forward_seconds", p.forward_seconds},
+          {"backward_seconds", p.backward_seconds},
+          {"step_seconds", p.step_seconds},
+          {"has_backward", p.has_backward},
+          {"modules", modules},
+          {"ops", ops},
+          {"timeline", timeline}};
+}
+
+}  // namespace tsmem

@@ -1,0 +1,408 @@
+#include "rewriter/rewrite.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/passes/dead_code_elimination.h>
+
+#include <unordered_set>
+
+#include "rewriter/apply.h"
+#include "rewriter/error.h"
+#include "rewriter/text.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+static const std::string kPrefix = "_tsmem_";
+static const std::string kOriginal = "_tsmem_original_";
+
+static bool starts_with(const std::string& s, const std::string& prefix) { return s.rfind(prefix, 0) == 0; }
+
+std::vector<ModuleClass> module_classes(const Module& module) {
+  std::vector<ModuleClass> classes;
+  std::unordered_map<const c10::ClassType*, size_t> index;
+  std::unordered_set<const c10::ivalue::Object*> ancestors;
+  // A shared submodule has several paths; all are listed. Modules can't contain themselves, other than by interfaces:
+  // hence `ancestors`.
+  std::function<void(const Module&, const std::string&)> walk = [&](const Module& m, const std::string& path) {
+    if (!ancestors.insert(m._ivalue().get()).second) return;
+    auto [it, is_new] = index.emplace(m.type().get(), classes.size());
+    if (is_new) classes.push_back({m.type(), {}});
+    classes[it->second].paths.push_back(path);
+    for (const auto& child : m.named_children()) walk(child.value, join_path(path, child.name));
+    ancestors.erase(m._ivalue().get());
+  };
+  walk(module, "");
+  return classes;
+}
+
+static GraphFunction* graph_function(Function* f) { return f ? tryToGraphFunction(*f) : nullptr; }
+
+static std::shared_ptr<Graph> function_graph(Function* f) { return graph_function(f)->graph(); }
+
+// Replaces a graph's body, so that the Function, its schema and everybody who holds it stay.
+static void replace_body(Graph& graph, Graph& body) {
+  while (!graph.outputs().empty()) graph.eraseOutput(graph.outputs().size() - 1);
+  for (auto it = graph.nodes().rbegin(); it != graph.nodes().rend(); it = graph.nodes().rbegin()) it->destroy();
+  WithInsertPoint at_end(graph.block());
+  for (Value* out : insertGraph(graph, body, graph.inputs())) graph.registerOutput(out);
+  // insertGraph gives no names; they make the saved code readable.
+  std::function<void(Block*, Block*)> name = [&](Block* to, Block* source) {
+    auto s = source->nodes().begin();
+    for (Node* n : to->nodes()) {
+      for (size_t i = 0; i < n->outputs().size(); ++i)
+        if ((*s)->output(i)->hasDebugName()) n->output(i)->setDebugName((*s)->output(i)->debugName());
+      for (size_t b = 0; b < n->blocks().size(); ++b) name(n->blocks()[b], (*s)->blocks()[b]);
+      ++s;
+    }
+  };
+  name(graph.block(), body.block());
+}
+
+static void install(const c10::ClassTypePtr& type, const std::string& method, const std::shared_ptr<Graph>& body) {
+  GraphFunction* function = graph_function(type->findMethod(method));
+  auto unit = type->compilation_unit();
+  const c10::QualifiedName kept_name(*type->name(), kOriginal + method);
+  Function* kept = unit->create_function(kept_name, function->graph()->copy());
+  const FunctionSchema& s = function->getSchema();
+  kept->setSchema(
+      FunctionSchema(kOriginal + method, s.overload_name(), s.arguments(), s.returns(), s.is_vararg(), s.is_varret()));
+  type->addMethod(kept);
+  replace_body(*function->graph(), *body);
+  function->clear_optimized_graphs();
+}
+
+static std::vector<std::string> kept_methods(const c10::ClassTypePtr& type) {
+  std::vector<std::string> names;
+  for (const Function* f : type->methods())
+    if (starts_with(f->name(), kPrefix)) names.push_back(f->name());
+  return names;
+}
+
+bool is_rewritten(const Module& module) {
+  for (const ModuleClass& c : module_classes(module))
+    if (!kept_methods(c.type).empty()) return true;
+  return false;
+}
+
+bool restore(Module& module) {
+  bool any = false;
+  for (const ModuleClass& c : module_classes(module)) {
+    for (const std::string& name : kept_methods(c.type)) {
+      any = true;
+      if (starts_with(name, kOriginal)) {
+        GraphFunction* live = graph_function(c.type->findMethod(name.substr(kOriginal.size())));
+        GraphFunction* kept = graph_function(c.type->findMethod(name));
+        if (!live || !kept)
+          throw Error(
+              kBadInput,
+              fmt::format("{} keeps the original of a method that it no longer has ({}); the file can't be restored",
+                          c.type->name()->qualifiedName(), name));
+        replace_body(*live->graph(), *kept->graph()->copy());
+        live->clear_optimized_graphs();
+      }
+      c.type->unsafeRemoveMethod(name);
+      c.type->compilation_unit()->unsafeRemoveMethod(c10::QualifiedName(*c.type->name(), name));
+    }
+  }
+  return any;
+}
+
+namespace {
+
+std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
+  std::vector<std::string> names;
+  for (const Pattern& p : all_patterns()) names.push_back(p.name);
+  for (const auto* list : {&o.only, &o.skip})
+    for (const std::string& name : *list)
+      if (std::find(names.begin(), names.end(), name) == names.end()) {
+        const std::string near = nearest(name, names);
+        throw Error(kUsage, fmt::format("there is no pattern '{}'{}; 'tsmem patterns' lists them", name,
+                                        near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
+      }
+  std::vector<const Pattern*> chosen;
+  for (const Pattern& p : all_patterns()) {
+    const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
+    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
+    if (!skipped && (o.only.empty() ? p.by_default : named)) chosen.push_back(&p);
+  }
+  return chosen;
+}
+
+using Method = std::pair<const c10::ClassType*, std::string>;
+
+// The methods that a body calls, with those called from inside an autocast block apart.
+void collect_calls(const Block* block, bool autocast, std::set<Method>& called, std::set<Method>& in_autocast,
+                   std::unordered_set<const Graph*>& functions) {
+  for (Node* n : const_cast<Block*>(block)->nodes()) {
+    if (n->kind() == prim::Enter || n->kind() == prim::Exit)
+      if (n->input(0)->type()->repr_str().find("autocast") != std::string::npos) autocast = n->kind() == prim::Enter;
+    if (n->kind() == prim::CallMethod) {
+      if (auto type = n->input(0)->type()->cast<c10::ClassType>()) {
+        called.insert({type.get(), n->s(attr::name)});
+        if (autocast) in_autocast.insert({type.get(), n->s(attr::name)});
+      }
+    } else if (n->kind() == prim::CallFunction) {
+      if (auto graph = callee(n); graph && (autocast || functions.insert(graph.get()).second))
+        collect_calls(graph->block(), autocast, called, in_autocast, functions);
+    }
+    for (Block* b : n->blocks()) collect_calls(b, autocast, called, in_autocast, functions);
+  }
+}
+
+// All that `from` reaches by calls.
+std::set<Method> reachable(std::set<Method> from) {
+  std::vector<Method> todo(from.begin(), from.end());
+  while (!todo.empty()) {
+    auto [type, name] = todo.back();
+    todo.pop_back();
+    GraphFunction* f = graph_function(type->findMethod(name));
+    if (!f) continue;
+    std::set<Method> called, in_autocast;
+    std::unordered_set<const Graph*> functions;
+    collect_calls(f->graph()->block(), false, called, in_autocast, functions);
+    for (const Method& m : called)
+      if (from.insert(m).second) todo.push_back(m);
+  }
+  return from;
+}
+
+std::string place_name(const Place& p) {
+  const std::string op = p.node->kind().toQualString();
+  return p.scope && !p.scope->path.empty() ? fmt::format("{}: {}", p.scope->path, op) : op;
+}
+
+void set_requires_grad(Module& module, const RewriteOptions& o) {
+  const auto apply = [&](const std::vector<std::string>& globs, bool on, const char* option) {
+    for (const std::string& glob : globs) {
+      size_t count = 0;
+      for (const auto& p : module.named_parameters()) {
+        if (!glob_covers(glob, p.name)) continue;
+        ++count;
+        if (p.value.is_floating_point() || p.value.is_complex()) p.value.set_requires_grad(on);
+      }
+      if (count == 0)
+        throw Error(kUsage, fmt::format("no parameter matches {} '{}'; 'tsmem inspect' lists them", option, glob));
+    }
+  };
+  apply(o.freeze, false, "--freeze");
+  apply(o.train, true, "--train");
+}
+
+at::Tensor attribute(Module m, const std::string& path) {
+  for (size_t from = 0;;) {
+    const size_t dot = path.find('.', from);
+    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
+    if (!m.hasattr(name)) return {};
+    if (dot == std::string::npos) {
+      c10::IValue v = m.attr(name);
+      return v.isTensor() ? v.toTensor() : at::Tensor();
+    }
+    m = m.attr(name).toModule();
+    from = dot + 1;
+  }
+}
+
+Module submodule(Module m, const std::string& path) {
+  for (size_t from = 0; from < path.size();) {
+    const size_t dot = std::min(path.find('.', from), path.size());
+    m = m.attr(path.substr(from, dot - from)).toModule();
+    from = dot + 1;
+  }
+  return m;
+}
+
+// What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
+struct Result {
+  MatchResult matched;                                       // in the whole view
+  std::vector<Found> found;                                  // of these, what is applied in this method
+  std::vector<std::pair<std::string, std::string>> refused;  // pattern, reason
+  std::shared_ptr<Graph> body;                               // rewritten; null where nothing was found
+};
+
+// Every (module path, method) that runs when `methods` of the root are called, with the rewritten bodies: a method
+// whose calls were all inlined elsewhere stays callable, and is not reported.
+std::set<std::pair<std::string, std::string>> running_methods(const Module& root,
+                                                              const std::vector<std::string>& methods,
+                                                              const std::map<Method, Result>& results) {
+  std::set<std::pair<std::string, std::string>> seen;
+  std::function<void(const std::string&, const std::string&)> visit = [&](const std::string& path,
+                                                                          const std::string& method) {
+    if (!seen.insert({path, method}).second) return;
+    const Module m = submodule(root, path);
+    auto it = results.find({m.type().get(), method});
+    GraphFunction* f = graph_function(m.type()->findMethod(method));
+    std::shared_ptr<Graph> body = it != results.end() && it->second.body ? it->second.body : f ? f->graph() : nullptr;
+    std::function<void(Block*)> walk = [&](Block* b) {
+      for (Node* n : b->nodes()) {
+        if (n->kind() == prim::CallMethod)
+          if (auto inner = attribute_path(n->input(0))) visit(join_path(path, *inner), n->s(attr::name));
+        for (Block* inner : n->blocks()) walk(inner);
+      }
+    };
+    if (body) walk(body->block());
+  };
+  for (const std::string& m : methods) visit("", m);
+  return seen;
+}
+
+}  // namespace
+
+RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
+  const std::vector<const Pattern*> patterns = chosen_patterns(options);
+  if (!dry_run)
+    restore(module);
+  else if (is_rewritten(module))
+    throw std::logic_error("a dry run needs a restored module");
+  const std::vector<ModuleClass> classes = module_classes(module);
+
+  std::optional<std::set<Method>> wanted;
+  if (!options.method.empty()) {
+    if (!module.find_method(options.method)) {
+      std::vector<std::string> names;
+      for (const auto& m : module.get_methods()) names.push_back(m.name());
+      throw Error(kUsage,
+                  fmt::format("the model has no method '{}'; it has: {}", options.method, fmt::join(names, ", ")));
+    }
+    wanted = reachable({{module.type().get(), options.method}});
+  }
+  for (const std::string& glob : options.module_globs) {
+    bool any = false;
+    for (const ModuleClass& c : classes)
+      for (const std::string& path : c.paths) any |= glob_covers(glob, path);
+    if (!any) throw Error(kUsage, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
+  }
+  std::set<Method> in_autocast;
+  for (const ModuleClass& c : classes)
+    for (Function* f : c.type->methods())
+      if (GraphFunction* g = graph_function(f)) {
+        std::set<Method> called;
+        std::unordered_set<const Graph*> functions;
+        collect_calls(g->graph()->block(), false, called, in_autocast, functions);
+      }
+  in_autocast = reachable(in_autocast);
+
+  const auto selected = [&](const std::string& path) {
+    if (options.module_globs.empty()) return true;
+    for (const std::string& glob : options.module_globs)
+      if (glob_covers(glob, path)) return true;
+    return false;
+  };
+
+  Scopes scopes;
+  std::map<Method, Result> results;
+  std::map<const c10::ClassType*, std::set<std::pair<const Rule*, std::vector<Node*>>>> known;  // see callee_has
+  const auto nodes_of = [](const Found& f) {
+    std::vector<Node*> nodes;
+    for (const Place& p : f.nodes) nodes.push_back(p.node);
+    return nodes;
+  };
+  for (const ModuleClass& c : classes) {
+    std::vector<Module> instances;
+    for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
+    const AttributesAlias attributes_alias = [&](const std::string& a, const std::string& b) {
+      for (const Module& m : instances) {
+        const at::Tensor x = attribute(m, a), y = attribute(m, b);
+        if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
+      }
+      return false;
+    };
+    for (Function* f : c.type->methods()) {
+      GraphFunction* function = graph_function(f);
+      const Method method{c.type.get(), f->name()};
+      if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
+      const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
+      Result& result = results[method];
+      result.matched = find_matches(view, patterns, attributes_alias);
+    }
+  }
+  // A method called by a scope has a match where its own view has one of the same nodes by the same rule.
+  const HasMatch callee_has = [&](const c10::ClassType* type, const std::string& name, const Found& f) {
+    auto it = results.find({type, name});
+    if (it == results.end()) return false;
+    auto& set = known[type];
+    if (set.empty())
+      for (auto& [method, result] : results)
+        if (method.first == type)
+          for (const Found& g : result.matched.found) set.insert({g.rule, nodes_of(g)});
+    return set.count({f.rule, nodes_of(f)}) > 0;
+  };
+  for (const ModuleClass& c : classes) {
+    for (Function* f : c.type->methods()) {
+      auto it = results.find({c.type.get(), f->name()});
+      if (it == results.end()) continue;
+      Result& result = it->second;
+      for (const NearMiss& miss : result.matched.refused) {
+        const Scope* s = miss.scope;
+        while (s && !s->of_module) s = s->parent;
+        if (!s)
+          result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
+      }
+      const std::vector<const Found*> own = matches_of_method(result.matched.found, callee_has);
+      if (in_autocast.count(it->first)) {
+        for (const Found* found : own)
+          result.refused.push_back(
+              {found->pattern->name,
+               fmt::format("{} is called inside an autocast block of the model's own code, whose casts "
+                           "TorchScript inserts for its own operators only",
+                           f->name())});
+        continue;
+      }
+      // What --module leaves out. A class has one body for all its instances: all of them or none.
+      std::vector<Found> kept;
+      for (const Found* found : own) {
+        std::vector<std::string> in, out;
+        for (const std::string& path : c.paths) {
+          bool all = true;
+          for (const Place& p : found->nodes) all &= selected(join_path(path, p.scope ? p.scope->path : ""));
+          (all ? in : out).push_back(path);
+        }
+        if (out.empty())
+          kept.push_back(*found);
+        else if (!in.empty())
+          result.refused.push_back(
+              {found->pattern->name,
+               fmt::format("{} shares its class with {}, which --module leaves out: select all of them", in.front(),
+                           fmt::join(out, ", "))});
+      }
+      // Without the matches that were left out, fewer calls are inlined, and some of the others belong to their own
+      // methods again.
+      for (const Found* found : matches_of_method(kept, callee_has)) result.found.push_back(*found);
+      if (result.found.empty()) continue;
+      std::vector<const Found*> chosen;
+      for (const Found& found : result.found) chosen.push_back(&found);
+      result.body = apply_matches(*function_graph(f), scopes, chosen);
+    }
+  }
+
+  RewriteReport report;
+  std::vector<std::string> entries;
+  for (const auto& m : module.get_methods())
+    if (!starts_with(m.name(), kPrefix) && (options.method.empty() || m.name() == options.method))
+      entries.push_back(m.name());
+  std::set<std::tuple<std::string, std::string, std::string>> refused;
+  for (const auto& [path, method] : running_methods(module, entries, results)) {
+    auto it = results.find({submodule(module, path).type().get(), method});
+    if (it == results.end()) continue;
+    for (const Found& found : it->second.found) {
+      Match m{found.pattern->name, path, method, {}, ""};
+      for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
+      for (const Line& line : parse_lines(found.rule->rewrite)) m.op += (m.op.empty() ? "" : " + ") + line.op;
+      report.matches.push_back(std::move(m));
+    }
+    for (const auto& [pattern, reason] : it->second.refused)
+      if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
+  }
+  if (!dry_run) {
+    for (const ModuleClass& c : classes)
+      for (Function* f : std::vector<Function*>(c.type->methods()))
+        if (auto it = results.find({c.type.get(), f->name()}); it != results.end() && it->second.body)
+          install(c.type, f->name(), it->second.body);
+    set_requires_grad(module, options);
+  }
+  return report;
+}
+
+}  // namespace tsmem

@@ -1,0 +1,174 @@
+#include "rewriter/view.h"
+
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/ir/constants.h>
+#include <torch/csrc/jit/passes/constant_propagation.h>
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+std::string join_path(const std::string& a, const std::string& b) {
+  return a.empty() ? b : b.empty() ? a : a + "." + b;
+}
+
+std::optional<std::string> attribute_path(const Value* v) {
+  std::string path;
+  while (v->node()->kind() == prim::GetAttr) {
+    path = join_path(v->node()->s(attr::name), path);
+    v = v->node()->input(0);
+  }
+  const bool is_self =
+      v->node()->kind() == prim::Param && v->node()->owningBlock() == v->owningGraph()->block() && v->offset() == 0;
+  if (!is_self) return std::nullopt;
+  return path;
+}
+
+static const Function* called_function(const Node* call) {
+  if (call->kind() == prim::CallFunction) {
+    if (auto type = call->input(0)->type()->cast<FunctionType>()) return type->function();
+  } else if (call->kind() == prim::CallMethod) {
+    if (auto type = call->input(0)->type()->cast<ClassType>()) return type->findMethod(call->s(attr::name));
+  }
+  return nullptr;
+}
+
+std::shared_ptr<Graph> callee(const Node* call) {
+  const Function* function = called_function(call);
+  if (!function) return nullptr;
+  GraphFunction* graph_function = tryToGraphFunction(const_cast<Function&>(*function));
+  return graph_function ? graph_function->graph() : nullptr;
+}
+
+const Scope* Scopes::enter(const Scope* parent, Node* node, int branch, const Value* self) {
+  auto& scope = all[{parent, node, branch}];
+  if (scope) return scope.get();
+  scope = std::make_unique<Scope>(Scope{parent, node, branch, parent ? parent->path : "", false, "", nullptr});
+  if (branch < 0 && node->kind() == prim::CallMethod) {
+    auto type = node->input(0)->type()->cast<c10::ClassType>();
+    if (type && type->is_module()) {
+      scope->of_module = true;
+      scope->method = node->s(attr::name);
+      scope->type = type;
+      // The value is that of the copy, where self is the outermost method's: its path is whole.
+      if (auto path = attribute_path(self)) scope->path = *path;
+    }
+  }
+  return scope.get();
+}
+
+namespace {
+
+struct Copier {
+  View& view;
+  Scopes& scopes;
+  const std::function<bool(const Scope*)>& inlines;
+  std::unordered_map<const Value*, IValue> known;  // values of the copy that are constants, beyond prim::Constant
+
+  using Map = std::unordered_map<const Value*, Value*>;
+
+  std::optional<IValue> constant(Value* v) {
+    if (auto it = known.find(v); it != known.end()) return it->second;
+    return toIValue(v);
+  }
+
+  // Conditions such as `mode != "zeros"` or `stride is None`, so that dead branches don't hide a match.
+  void learn(Node* n) {
+    static const std::set<Symbol> comparisons = {aten::eq,        aten::ne,          aten::lt,      aten::le,
+                                                 aten::gt,        aten::ge,          aten::__not__, aten::__is__,
+                                                 aten::__isnot__, aten::__contains__};
+    if (!comparisons.count(n->kind())) return;
+    if (n->kind() == aten::__is__ || n->kind() == aten::__isnot__) {
+      const auto kind = [](Value* v) { return v->type()->kind(); };
+      const bool none0 = kind(n->input(0)) == NoneType::Kind, none1 = kind(n->input(1)) == NoneType::Kind;
+      const auto never_none = [&](Value* v) {
+        return kind(v) != OptionalType::Kind && kind(v) != NoneType::Kind && kind(v) != AnyType::Kind;
+      };
+      if (none0 && none1)
+        known[n->output()] = n->kind() == aten::__is__;
+      else if ((none0 && never_none(n->input(1))) || (none1 && never_none(n->input(0))))
+        known[n->output()] = n->kind() == aten::__isnot__;
+      return;
+    }
+    for (Value* v : n->inputs())
+      if (!toIValue(v)) {
+        if (n->kind() == aten::__not__ && known.count(v)) known[n->output()] = !known[v].toBool();
+        return;
+      }
+    if (auto stack = runNodeIfInputsAreConstant(n); stack && stack->size() == 1) known[n->output()] = stack->front();
+  }
+
+  void copy_block(const Block* from, Block* to, Map& map, const Scope* scope) {
+    for (Node* n : const_cast<Block*>(from)->nodes()) copy_node(n, to, map, scope);
+  }
+
+  // The caller's name for a result is the better one to read; what merely passes through keeps its own.
+  void finish_inlined(Node* n, const Block* contents, Map& inner, Map& map, const Scope* inner_scope) {
+    for (size_t i = 0; i < n->outputs().size(); ++i) {
+      Value* out = inner.at(contents->outputs()[i]);
+      map[n->output(i)] = out;
+      auto place = view.places.find(out->node());
+      if (n->output(i)->hasDebugName() && place != view.places.end() && within(place->second.scope, inner_scope))
+        out->setDebugName(n->output(i)->debugNameBase());
+    }
+  }
+
+  static bool within(const Scope* scope, const Scope* outer) {
+    for (; scope; scope = scope->parent)
+      if (scope == outer) return true;
+    return false;
+  }
+
+  void copy_node(Node* n, Block* to, Map& map, const Scope* scope) {
+    if (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction) {
+      if (auto graph = callee(n)) {
+        const Scope* inner_scope = scopes.enter(scope, n, -1, map.at(n->input(0)));
+        if (inlines(inner_scope)) {
+          Map inner;
+          const size_t skip = n->kind() == prim::CallFunction ? 1 : 0;
+          for (size_t i = skip; i < n->inputs().size(); ++i) inner[graph->inputs()[i - skip]] = map.at(n->input(i));
+          copy_block(graph->block(), to, inner, inner_scope);
+          finish_inlined(n, graph->block(), inner, map, inner_scope);
+          return;
+        }
+      }
+    } else if (n->kind() == prim::If) {
+      if (auto condition = constant(map.at(n->input(0))); condition && condition->isBool()) {
+        const int branch = condition->toBool() ? 0 : 1;
+        const Scope* inner_scope = scopes.enter(scope, n, branch, nullptr);
+        if (inlines(inner_scope)) {
+          copy_block(n->blocks()[branch], to, map, inner_scope);
+          finish_inlined(n, n->blocks()[branch], map, map, inner_scope);
+          return;
+        }
+      }
+    }
+    Node* copy = view.graph->createClone(
+        n, [&](Value* v) { return map.at(v); }, /*copy_blocks=*/false);
+    to->appendNode(copy);
+    for (size_t i = 0; i < n->outputs().size(); ++i) map[n->output(i)] = copy->output(i);
+    for (Block* b : n->blocks()) {
+      Block* inner_block = copy->addBlock();
+      for (Value* in : b->inputs()) map[in] = inner_block->addInput()->copyMetadata(in);
+      copy_block(b, inner_block, map, scope);
+      for (Value* out : b->outputs()) inner_block->registerOutput(map.at(out));
+    }
+    view.places[copy] = {scope, n};
+    view.copies[{scope, n}] = copy;
+    if (n->outputs().size() == 1 && n->blocks().empty()) learn(copy);
+  }
+};
+
+}  // namespace
+
+View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines) {
+  View view{std::make_shared<Graph>(), {}, {}};
+  Copier copier{view, scopes, inlines, {}};
+  Copier::Map map;
+  for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
+  copier.copy_block(source.block(), view.graph->block(), map, nullptr);
+  for (const Value* out : source.outputs()) view.graph->registerOutput(map.at(out));
+  return view;
+}
+
+}  // namespace tsmem

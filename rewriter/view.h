@@ -1,0 +1,64 @@
+// A method with its callees inlined on a copy, each node knowing where it came from.
+//
+// Patterns are matched on the view, in which calls and branches with a constant condition are transparent. The same
+// copier then builds the rewritten body, in which only those calls are inlined that a match crosses (apply.h).
+#pragma once
+#include <torch/csrc/jit/ir/alias_analysis.h>
+#include <torch/csrc/jit/ir/ir.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+namespace tsmem {
+
+using torch::jit::Block;
+using torch::jit::Graph;
+using torch::jit::Node;
+using torch::jit::Value;
+
+// A call or constant branch that was entered to reach a node. The root of a method is nullptr. Scopes are interned: the
+// same way in is the same pointer, in the view and in the rewritten body alike.
+struct Scope {
+  const Scope* parent;
+  Node* node;              // the call or the If, in the graph that defines it
+  int branch;              // -1 for a call, else the block taken
+  std::string path;        // of the module whose code this is, relative to the method's own module ("" for itself)
+  bool of_module;          // entered by a call of a module's method: that method is rewritten in its own right
+  std::string method;      // of a module's method call
+  c10::ClassTypePtr type;  // of the module
+};
+
+struct Scopes {
+  const Scope* enter(const Scope* parent, Node* node, int branch, const Value* self);
+  std::map<std::tuple<const Scope*, Node*, int>, std::unique_ptr<Scope>> all;
+};
+
+// Where a node of a copy comes from.
+struct Place {
+  const Scope* scope;
+  Node* node;
+};
+
+struct View {
+  std::shared_ptr<Graph> graph;
+  std::unordered_map<const Node*, Place> places;           // of every node of `graph`
+  std::map<std::pair<const Scope*, Node*>, Node*> copies;  // the other way round
+};
+
+// Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
+View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines);
+
+// The graph of the method or function that a prim::CallMethod or prim::CallFunction runs; null where that isn't known
+// before run time (interfaces, hooks, built-in functions).
+std::shared_ptr<Graph> callee(const Node* call);
+
+// The attributes that lead from `self` to a module value: "layer1.0" for self.layer1.0; nullopt for other values.
+std::optional<std::string> attribute_path(const Value* v);
+
+// "a" + "b" = "a.b"
+std::string join_path(const std::string& a, const std::string& b);
+
+}  // namespace tsmem

@@ -1,0 +1,447 @@
+// Matching and applying, on models written as TorchScript text: what is put where, what is refused and why, and the way
+// back.
+#include <gtest/gtest.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/testing/file_check.h>
+
+#include <sstream>
+
+#include "patterns/pattern.h"
+#include "rewriter/diff.h"
+#include "rewriter/error.h"
+#include "rewriter/match.h"
+#include "rewriter/rewrite.h"
+#include "rewriter/verify.h"
+
+using torch::jit::Module;
+using torch::jit::testing::FileCheck;
+using tsmem::rewrite;
+using tsmem::RewriteOptions;
+using tsmem::RewriteReport;
+
+namespace {
+
+Module norm(int64_t channels = 4) {
+  Module m("Norm");
+  m.register_parameter("weight", at::rand({channels}) + 0.5, false);
+  m.register_parameter("bias", at::randn({channels}), false);
+  m.register_buffer("running_mean", at::zeros({channels}));
+  m.register_buffer("running_var", at::ones({channels}));
+  m.register_buffer("count", at::zeros({}, at::kLong));
+  m.define(R"(
+    def forward(self, x):
+        if self.training:
+            self.count.add_(1)
+        return torch.batch_norm(x, self.weight, self.bias, self.running_mean, self.running_var, self.training, 0.1, 1e-5, True)
+  )");
+  return m;
+}
+
+Module conv(int64_t in = 4, int64_t out = 4) {
+  Module m("Conv");
+  m.register_parameter("weight", at::randn({out, in, 3, 3}) * 0.2, false);
+  m.define("def forward(self, x):\n    return torch.conv2d(x, self.weight, None, [1, 1], [1, 1], [1, 1], 1)\n");
+  return m;
+}
+
+Module net(const std::string& forward) {
+  Module m("Net");
+  m.register_module("conv", conv());
+  m.register_module("bn", norm());
+  m.register_module("bn2", norm());
+  m.define(forward);
+  return m;
+}
+
+std::string graph(const Module& m, const std::string& method = "forward") {
+  return m.get_method(method).graph()->toString(false);
+}
+
+std::vector<std::string> names(const RewriteReport& r) {
+  std::vector<std::string> out;
+  for (const auto& m : r.matches) out.push_back(m.pattern);
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+bool refused(const RewriteReport& r, const std::string& pattern, const std::string& part) {
+  for (const auto& x : r.refused)
+    if (x.pattern == pattern && x.reason.find(part) != std::string::npos) return true;
+  return false;
+}
+
+Module reload(const Module& m) {
+  std::stringstream s;
+  m.save(s);
+  return torch::jit::load(s);
+}
+
+RewriteOptions only(std::vector<std::string> patterns) {
+  RewriteOptions o;
+  o.only = std::move(patterns);
+  return o;
+}
+
+// The rewritten model computes what the original does: outputs, gradients, buffers, in both modes, also after save and
+// load.
+void expect_same_numbers(const Module& original, const Module& rewritten, std::vector<c10::IValue> inputs) {
+  tsmem::VerifyOptions o;
+  o.measure = false;
+  o.seeds = 2;
+  const auto r = tsmem::verify(original, reload(rewritten), inputs, o);
+  EXPECT_TRUE(r.equal) << r.verdict;
+}
+
+std::vector<c10::IValue> image() { return {at::randn({3, 4, 9, 7})}; }
+
+using V = std::vector<std::string>;
+
+}  // namespace
+
+TEST(Rewrite, CrossesTheCallsOfAMatchAndLeavesTheOthers) {
+  Module m = net("def forward(self, x):\n    return torch.relu_(self.bn(self.conv(x)))\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, {});
+  EXPECT_EQ(names(r), (V{"bn-act", "conv"}));
+  FileCheck()
+      .check("prim::CallMethod[name=\"forward\"]")
+      ->check("tsmem::batch_norm_act")
+      ->check_not("aten::relu_")
+      ->run(graph(m));
+  FileCheck().check("tsmem::conv2d")->run(graph(m.attr("conv").toModule()));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, MethodsOfItsOwnStayCallableAndAreRewrittenToo) {
+  Module m = net("def forward(self, x):\n    return torch.relu(self.bn(x))\n");
+  rewrite(m, {});
+  FileCheck().check("tsmem::batch_norm_act")->run(graph(m.attr("bn").toModule()));
+}
+
+TEST(Rewrite, EverySpellingOfAnActivation) {
+  for (const char* spelling :
+       {"torch.relu(y)", "torch.relu_(y)", "torch.hardtanh(y, 0, 6)", "torch.leaky_relu_(y, 0.2)",
+        "torch.hardsigmoid(y)", "torch.silu_(y)", "torch.hardswish(y)", "torch.gelu(y)",
+        "torch.gelu(y, approximate=\"tanh\")", "torch.sigmoid_(y)", "torch.tanh(y)", "torch.elu(y, 0.7)",
+        "torch.selu(y)", "torch.celu(y, 1.5)", "torch.softplus(y)", "torch.mish(y)", "torch.threshold(y, 0.1, 0.3)",
+        "torch.relu6(y)"}) {
+    SCOPED_TRACE(spelling);
+    Module m = net(std::string("def forward(self, x):\n    y = self.bn(x)\n    return ") + spelling + "\n");
+    Module original = reload(m);
+    const auto r = rewrite(m, {});
+    EXPECT_EQ(names(r), V{"bn-act"});
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Rewrite, ResidualInEitherOrderAndInPlace) {
+  for (const char* sum : {"self.bn(y) + x", "x + self.bn(y)", "self.bn(y).add_(x)"}) {
+    SCOPED_TRACE(sum);
+    Module m = net(std::string("def forward(self, x):\n    y = self.conv(x)\n    return torch.relu(") + sum + ")\n");
+    Module original = reload(m);
+    EXPECT_EQ(names(rewrite(m, {})), (V{"bn-add-act", "conv"}));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Rewrite, TwoNormsAddedOneTakesTheSum) {
+  Module m = net("def forward(self, x):\n    y = self.conv(x)\n    return torch.relu(self.bn(y) + self.bn2(x))\n");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), (V{"batch-norm", "bn-add-act", "conv"}));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, StemAndSqueezeExcite) {
+  Module stem =
+      net("def forward(self, x):\n    return torch.max_pool2d(torch.relu(self.bn(x)), [3, 3], [2, 2], [1, 1])\n");
+  Module stem_original = reload(stem);
+  EXPECT_EQ(names(rewrite(stem, {})), V{"bn-act-max-pool"});
+  expect_same_numbers(stem_original, stem, image());
+  Module se = net(R"(
+    def forward(self, x):
+        z = torch.silu(self.bn(x))
+        s = torch.sigmoid(torch.adaptive_avg_pool2d(z, [1, 1]))
+        return s * z
+  )");
+  Module se_original = reload(se);
+  EXPECT_EQ(names(rewrite(se, {})), (V{"bn-act-mul", "shape-only"}));
+  expect_same_numbers(se_original, se, image());
+}
+
+TEST(Rewrite, ActivationTimesScaleWithoutANorm) {
+  Module m = net("def forward(self, x):\n    z = torch.silu(self.conv(x))\n    return z * z.mean([2, 3], True)\n");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, only({"act-mul"}))), V{"act-mul"});
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, BranchesAndLoops) {
+  Module m = net(R"(
+    def forward(self, x):
+        if x.size(0) > 1:
+            x = torch.relu(self.bn(x))
+        else:
+            x = torch.tanh(self.bn2(x))
+        for i in range(2):
+            x = torch.relu_(self.conv(x))
+        return x
+  )");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), (V{"activation", "bn-act", "bn-act", "conv"}));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, ConstantBranchesAreTransparent) {
+  Module m = net(R"(
+    def act(self, x, inplace: bool):
+        if inplace:
+            r = torch.relu_(x)
+        else:
+            r = torch.relu(x)
+        return r
+    def forward(self, x):
+        return self.act(self.bn(x), True)
+  )");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), V{"bn-act"});
+  FileCheck().check_not("aten::relu")->run(graph(m));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, InPlaceActivationOfACallersTensorIsLegalInTheCaller) {
+  Module act("Act");
+  act.define("def forward(self, x):\n    return torch.relu_(x)\n");
+  Module m("Net");
+  m.register_module("conv", conv());
+  m.register_module("act", act);
+  m.define("def forward(self, x):\n    return self.act(self.conv(x))\n");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), (V{"activation", "conv"}));
+  FileCheck().check("tsmem::act")->run(graph(m));
+  FileCheck().check("aten::relu_")->run(graph(m.attr("act").toModule()));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, DoesNotTakeANormWithASecondUser) {
+  Module m = net("def forward(self, x):\n    y = self.bn(x)\n    return torch.relu(y) + y\n");
+  const auto r = rewrite(m, only({"bn-act"}));
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-act", "bn (aten::batch_norm) has 1 other user")) << r.refused.at(0).reason;
+}
+
+TEST(Rewrite, DoesNotTakeAnActivationThatOverwritesTheCallersTensor) {
+  Module m = net("def forward(self, x):\n    return torch.relu_(x)\n");
+  const auto r = rewrite(m, {});
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "activation", "may be seen from elsewhere"));
+}
+
+TEST(Rewrite, DoesNotTakeAnOverwriteThatALaterReaderSees) {
+  Module m = net("def forward(self, x):\n    y = self.conv(x)\n    z = torch.relu_(y)\n    return z + y\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, {});
+  EXPECT_EQ(names(r), V{"conv"});
+  EXPECT_TRUE(refused(r, "activation", "uses too"));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, DoesNotTakeAnOverwriteThroughAView) {
+  Module m =
+      net("def forward(self, x):\n    y = self.conv(x)\n    v = y.view([-1])\n    z = torch.relu_(y)\n    return "
+          "z.sum() + v.sum()\n");
+  const auto r = rewrite(m, {});
+  EXPECT_EQ(names(r), V{"conv"});
+  EXPECT_TRUE(refused(r, "activation", "aten::view uses too")) << r.refused.at(0).reason;
+}
+
+TEST(Rewrite, DoesNotMoveANormOverAWriteToItsInput) {
+  Module m = net(
+      "def forward(self, x):\n    c = self.conv(x)\n    y = self.bn(c)\n    c.add_(1)\n    return torch.relu(y) + c\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, only({"bn-act"}));
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-act", "writes to an input of the match")) << r.refused.at(0).reason;
+}
+
+TEST(Rewrite, DoesNotMoveANormOverAnotherUseOfItsStatistics) {
+  Module m = net("def forward(self, x):\n    y = self.bn(x)\n    w = self.bn(x * 2)\n    return torch.relu(y) + w\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, only({"bn-act"}));
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-act", "writes to an input of the match"));
+}
+
+TEST(Rewrite, DoesNotTakeANormWithTiedStatisticsOverEachOther) {
+  Module m = net("def forward(self, x):\n    return torch.relu(self.bn(x) + self.bn2(x + 1))\n");
+  m.attr("bn2").toModule().setattr("running_mean", m.attr("bn").toModule().attr("running_mean"));
+  m.attr("bn2").toModule().setattr("running_var", m.attr("bn").toModule().attr("running_var"));
+  Module original = reload(m);
+  const auto r = rewrite(m, {});
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Rewrite, DoesNotTakeASumWithAFactor) {
+  Module m = net("def forward(self, x):\n    return torch.relu(torch.add(self.bn(x), x, alpha=2))\n");
+  const auto r = rewrite(m, only({"bn-add-act"}));
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-add-act", "factor"));
+}
+
+TEST(Rewrite, DoesNotTakeClampForRelu) {
+  // Their gradients differ at the border.
+  Module m = net("def forward(self, x):\n    return torch.clamp_min(self.bn(x), 0.)\n");
+  EXPECT_EQ(names(rewrite(m, {})), V{"batch-norm"});
+}
+
+TEST(Rewrite, DoesNotTakeAnActivationWhoseSlopeIsComputed) {
+  Module m = net("def forward(self, x, slope: float):\n    return torch.leaky_relu(self.bn(x), slope)\n");
+  const auto r = rewrite(m, only({"bn-act"}));
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-act", "not a constant"));
+}
+
+TEST(Rewrite, DoesNotTakeAPoolWhoseIndicesAreUsed) {
+  Module m = net("def forward(self, x):\n    v, i = torch.adaptive_max_pool2d(x, [2, 2])\n    return v * i\n");
+  const auto r = rewrite(m, {});
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "max-pool", "indices"));
+}
+
+TEST(Rewrite, DoesNotMatchAcrossBranches) {
+  Module m = net(
+      "def forward(self, x):\n    y = self.bn(x)\n    if y.size(0) > 1:\n        y = torch.relu(y)\n    return y\n");
+  const auto r = rewrite(m, only({"bn-act"}));
+  EXPECT_TRUE(r.matches.empty());
+}
+
+TEST(Rewrite, OneClassManyInstances) {
+  Module block = net("def forward(self, x):\n    return torch.relu(self.bn(self.conv(x)))\n");
+  Module m("Top");
+  m.register_module("a", block);
+  m.register_module("b", block.deepcopy());
+  m.define("def forward(self, x):\n    return self.b(self.a(x))\n");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), (V{"bn-act", "bn-act", "conv", "conv"}));
+  expect_same_numbers(original, m, image());
+  rewrite(m, {});
+  RewriteOptions one;
+  one.module_globs = {"a"};
+  const auto r = rewrite(m, one);
+  EXPECT_TRUE(r.matches.empty());
+  EXPECT_TRUE(refused(r, "bn-act", "shares its class with b"));
+}
+
+TEST(Rewrite, EveryMethodAndOneMethod) {
+  const char* code =
+      "def forward(self, x):\n    return torch.relu(self.bn(x))\ndef other(self, x):\n    return "
+      "torch.relu(self.bn2(x))\n";
+  Module m = net(code);
+  EXPECT_EQ(rewrite(m, {}).matches.size(), 2u);
+  RewriteOptions one;
+  one.method = "other";
+  Module n = net(code);
+  EXPECT_EQ(rewrite(n, one).matches.at(0).method, "other");
+  FileCheck().check("aten::relu")->run(graph(n, "forward"));
+  FileCheck().check("tsmem::batch_norm_act")->run(graph(n, "other"));
+}
+
+TEST(Rewrite, RestoreGivesTheSameGraphsWithTodaysWeights) {
+  Module m = net("def forward(self, x):\n    return torch.relu_(self.bn(self.conv(x)))\n");
+  Module original = reload(m);
+  rewrite(m, {});
+  Module loaded = reload(m);
+  EXPECT_TRUE(tsmem::is_rewritten(loaded));
+  {
+    at::NoGradGuard no_grad;
+    loaded.attr("bn").toModule().attr("weight").toTensor().fill_(3);
+  }
+  EXPECT_TRUE(tsmem::restore(loaded));
+  EXPECT_FALSE(tsmem::is_rewritten(loaded));
+  EXPECT_FALSE(tsmem::restore(loaded));
+  loaded = reload(loaded);
+  for (const auto& d : tsmem::diff(original, loaded)) EXPECT_EQ(d.status, "same") << d.path << "." << d.method;
+  EXPECT_EQ(loaded.attr("bn").toModule().attr("weight").toTensor()[0].item<float>(), 3);
+}
+
+TEST(Rewrite, RewritingTwiceIsRewritingOnce) {
+  Module m = net("def forward(self, x):\n    return torch.relu(self.bn(self.conv(x)))\n");
+  rewrite(m, {});
+  const std::string once = graph(m);
+  Module again = reload(m);
+  rewrite(again, {});
+  for (const auto& d : tsmem::diff(reload(m), reload(again))) EXPECT_EQ(d.status, "same") << d.path << "." << d.method;
+}
+
+TEST(Rewrite, KeepsSchemasDefaultsAndMethods) {
+  Module m = net(
+      "def forward(self, x, scale: float = 2.0, *, flag: bool = True):\n    return torch.relu(self.bn(x)) * scale\n");
+  Module original = reload(m);
+  rewrite(m, {});
+  EXPECT_TRUE(tsmem::structure_differences(original, reload(m)).empty());
+  std::ostringstream before, after;
+  before << original.get_method("forward").function().getSchema();
+  after << reload(m).get_method("forward").function().getSchema();
+  EXPECT_EQ(before.str(), after.str());
+}
+
+TEST(Rewrite, FreezeAndTrain) {
+  Module m = net("def forward(self, x):\n    return torch.relu(self.bn(self.conv(x)))\n");
+  RewriteOptions o;
+  o.freeze = {"**"};
+  o.train = {"bn"};
+  rewrite(m, o);
+  for (const auto& p : m.named_parameters()) EXPECT_EQ(p.value.requires_grad(), p.name.rfind("bn.", 0) == 0) << p.name;
+}
+
+TEST(Rewrite, UnknownNamesEndInASentence) {
+  Module m = net("def forward(self, x):\n    return torch.relu(self.bn(x))\n");
+  const auto message = [&](RewriteOptions o) {
+    try {
+      rewrite(m, o);
+    } catch (const tsmem::Error& e) {
+      EXPECT_EQ(e.code, tsmem::kUsage);
+      return std::string(e.what());
+    }
+    return std::string("no error");
+  };
+  RewriteOptions pattern, method, module, freeze;
+  pattern.only = {"bn-atc"};
+  method.method = "foward";
+  module.module_globs = {"layer9"};
+  freeze.freeze = {"nothing.*"};
+  EXPECT_NE(message(pattern).find("did you mean 'bn-act'"), std::string::npos) << message(pattern);
+  EXPECT_NE(message(method).find("no method 'foward'"), std::string::npos);
+  EXPECT_NE(message(module).find("no module matches"), std::string::npos);
+  EXPECT_NE(message(freeze).find("no parameter matches"), std::string::npos);
+}
+
+TEST(Rewrite, ConvNormActAsOneOp) {
+  for (const char* pattern : {"conv-bn-act", "conv-bn-act-recompute"}) {
+    SCOPED_TRACE(pattern);
+    Module m = net("def forward(self, x):\n    return torch.relu(self.bn(self.conv(x)))\n");
+    Module original = reload(m);
+    EXPECT_EQ(names(rewrite(m, only({pattern}))), V{pattern});
+    FileCheck().check("tsmem::conv_batch_norm_act")->check_not("aten::batch_norm")->run(graph(m));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Patterns, EveryRuleParsesAndDefinesWhatItPuts) {
+  for (const auto& p : tsmem::all_patterns()) {
+    EXPECT_FALSE(p.algebra.empty() || p.keeps.empty() || p.conditions.empty() || p.rules.empty()) << p.name;
+    for (const auto& rule : p.rules) {
+      std::set<std::string> defined;
+      for (const auto& line : tsmem::parse_lines(rule.match)) {
+        for (const auto& a : line.arguments) defined.insert(a.substr(1));
+        for (const auto& o : line.outputs) defined.insert(o);
+      }
+      for (const auto& line : tsmem::parse_lines(rule.rewrite)) {
+        EXPECT_TRUE(defined.count(line.outputs[0])) << p.name;
+        for (const auto& o : line.outputs) defined.insert(o);
+        for (const auto& a : line.arguments)
+          if (a[0] == '%') EXPECT_TRUE(defined.count(a.substr(1))) << p.name << ": " << a;
+        EXPECT_FALSE(torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(line.op)).empty()) << line.op;
+      }
+    }
+  }
+}
