@@ -5,6 +5,9 @@
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+# Relative paths in ccache's keys: the wheel's build finds what build/ has compiled.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h')
 
 .PHONY: build demo test bench setup clean format tidy

@@ -17,8 +17,8 @@ struct Common {  // options every subcommand has
   std::vector<std::string> op_libraries;
 };
 
-// Each adds its options to `app`, which is the subcommand itself (main.cpp has the table of them and makes it), sets an example
-// with app.footer(), and returns the function that runs the command; that one's result is the exit code.
+// Each adds its options to `app`, which is the subcommand itself (main.cpp has the table of them and makes it), sets an
+// example with app.footer(), and returns the function that runs the command; that one's result is the exit code.
 using Run = std::function<int()>;
 Run add_rewrite(CLI::App& app, const Common& common);
 Run add_diff(CLI::App& app, const Common& common);
@@ -39,7 +39,8 @@ void print(std::string_view text);
 enum class Color { bold, red, green, cyan, dim };
 std::string paint(std::string_view text, Color color, bool use);
 
-// Rows of cells as lines with aligned columns, two spaces between them; columns whose cells are all numbers are right-aligned.
+// Rows of cells as lines with aligned columns, two spaces between them; columns whose cells are all numbers are
+// right-aligned.
 std::string table(const std::vector<std::vector<std::string>>& rows);
 
 // --json FILE: to a file, or to stdout for "-". `inputs` are files that must not be replaced by it.
@@ -54,7 +55,8 @@ std::string enumerate(const std::vector<std::string>& items);
 // "1 method", "2 methods".
 std::string counted(size_t n, const std::string& noun);
 
-// A shell's completion script for the whole command line, from the parser itself. Throws Error(kUsage) for an unknown shell.
+// A shell's completion script for the whole command line, from the parser itself. Throws Error(kUsage) for an unknown
+// shell.
 std::string completion_script(const CLI::App& root, const std::string& shell);
 
 }  // namespace tsmem::cli

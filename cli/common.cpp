@@ -40,7 +40,8 @@ void print(std::string_view text) {
   errno = 0;
   bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (written) return;
-  if (errno != EPIPE) throw Error(kBadInput, std::string("Can't write to standard output: ") + std::strerror(errno) + ".");
+  if (errno != EPIPE)
+    throw Error(kBadInput, std::string("Can't write to standard output: ") + std::strerror(errno) + ".");
   gone = true;
 }
 
@@ -80,7 +81,8 @@ void write_json(const nlohmann::json& json, const std::string& path, const std::
   auto text = json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   if (path == "-") return print(text);
   for (auto& input : inputs)
-    if (same_file(path, input)) throw Error(kUsage, "--json '" + path + "' would replace a model that this command reads or writes.");
+    if (same_file(path, input))
+      throw Error(kUsage, "--json '" + path + "' would replace a model that this command reads or writes.");
   save_text(text, path);
 }
 

@@ -71,7 +71,8 @@ std::string bash(const CLI::App& root) {
     for (auto& flag : list)
       for (auto& name : flag.names) {
         if (!flag.values.empty())
-          values += fmt::format("    {}:{}) COMPREPLY=($(compgen -W \"{}\" -- \"$current\")); return;;\n", command, name, joined(flag.values, " "));
+          values += fmt::format("    {}:{}) COMPREPLY=($(compgen -W \"{}\" -- \"$current\")); return;;\n", command,
+                                name, joined(flag.values, " "));
         else if (flag.takes_value)
           with_value += fmt::format("{}{}:{}", with_value.empty() ? "" : "|", command, name);
       }
@@ -80,11 +81,12 @@ std::string bash(const CLI::App& root) {
   for (auto command : commands(root)) {
     auto own = flags(*command);
     names.push_back(command->get_name());
-    options += fmt::format("    {}) options=\"{} {}\"; words=\"{}\";;\n", command->get_name(), all_names(own), all_names(common),
-                           joined(words(*command), " "));
+    options += fmt::format("    {}) options=\"{} {}\"; words=\"{}\";;\n", command->get_name(), all_names(own),
+                           all_names(common), joined(words(*command), " "));
     add_values(command->get_name(), own);
   }
-  return fmt::format(R"(# bash completion of tsmem: source this file, or put it in ~/.local/share/bash-completion/completions/tsmem
+  return fmt::format(
+      R"(# bash completion of tsmem: source this file, or put it in ~/.local/share/bash-completion/completions/tsmem
 _tsmem() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="" options="" words="" word
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
@@ -102,7 +104,7 @@ _tsmem() {{
 }}
 complete -o filenames -F _tsmem tsmem
 )",
-                     joined(names, "|"), values, with_value, all_names(common), joined(names, " "), options);
+      joined(names, "|"), values, with_value, all_names(common), joined(names, " "), options);
 }
 
 // In single quotes; zsh's _arguments and fish both read them.
@@ -115,7 +117,9 @@ std::string quoted(const std::string& text) {
 std::string zsh_spec(const Flag& flag) {
   std::string what, specs;
   for (char c : flag.what) what += c == '[' || c == ']' || c == ':' ? std::string("\\") + c : std::string(1, c);
-  std::string value = !flag.values.empty() ? ":value:(" + joined(flag.values, " ") + ")" : flag.takes_value ? ":value:_files" : "";
+  std::string value = !flag.values.empty() ? ":value:(" + joined(flag.values, " ") + ")"
+                      : flag.takes_value   ? ":value:_files"
+                                           : "";
   for (auto& name : flag.names) specs += " \\\n        " + quoted("*" + name + "[" + what + "]" + value);
   return specs;
 }
@@ -128,8 +132,8 @@ std::string zsh(const CLI::App& root) {
     for (auto& flag : flags(*command)) specs += zsh_spec(flag);
     auto fixed = words(*command);
     list += "    " + quoted(command->get_name() + ":" + command->get_description()) + "\n";
-    cases += fmt::format("    {})\n      _arguments{}{} \\\n        '*:argument:{}' ;;\n", command->get_name(), specs, common,
-                         fixed.empty() ? "_files" : "(" + joined(fixed, " ") + ")");
+    cases += fmt::format("    {})\n      _arguments{}{} \\\n        '*:argument:{}' ;;\n", command->get_name(), specs,
+                         common, fixed.empty() ? "_files" : "(" + joined(fixed, " ") + ")");
   }
   return fmt::format(R"(#compdef tsmem
 # zsh completion of tsmem: put this file in a directory of $fpath, under the name _tsmem
@@ -155,8 +159,10 @@ if [[ "$funcstack[1]" == _tsmem ]]; then _tsmem "$@"; else compdef _tsmem tsmem;
 std::string fish_line(const Flag& flag, const std::string& condition) {
   std::string line = "complete -c tsmem" + condition;
   for (auto& name : flag.names) line += name.starts_with("--") ? " -l " + name.substr(2) : " -s " + name.substr(1);
-  if (!flag.values.empty()) line += " -x -a " + quoted(joined(flag.values, " "));
-  else if (flag.takes_value) line += " -r";
+  if (!flag.values.empty())
+    line += " -x -a " + quoted(joined(flag.values, " "));
+  else if (flag.takes_value)
+    line += " -r";
   return line + " -d " + quoted(flag.what) + "\n";
 }
 
@@ -165,7 +171,8 @@ std::string fish(const CLI::App& root) {
   for (auto& flag : flags(root)) text += fish_line(flag, "");
   for (auto command : commands(root)) {
     auto& name = command->get_name();
-    text += fmt::format("complete -c tsmem -n __fish_use_subcommand -f -a {} -d {}\n", name, quoted(command->get_description()));
+    text += fmt::format("complete -c tsmem -n __fish_use_subcommand -f -a {} -d {}\n", name,
+                        quoted(command->get_description()));
     std::string condition = " -n '__fish_seen_subcommand_from " + name + "'";
     for (auto& flag : flags(*command)) text += fish_line(flag, condition);
     if (auto fixed = words(*command); !fixed.empty())
@@ -180,12 +187,15 @@ std::string completion_script(const CLI::App& root, const std::string& shell) {
   if (shell == "bash") return bash(root);
   if (shell == "zsh") return zsh(root);
   if (shell == "fish") return fish(root);
-  throw Error(kUsage, "There is no completion for '" + shell + "'" + did_you_mean(shell, {"bash", "zsh", "fish"}) + ".");
+  throw Error(kUsage,
+              "There is no completion for '" + shell + "'" + did_you_mean(shell, {"bash", "zsh", "fish"}) + ".");
 }
 
 Run add_completion(CLI::App& app, const Common&) {
   auto shell = std::make_shared<std::string>();
-  app.add_option("SHELL", *shell, "The shell that it is for")->required()->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  app.add_option("SHELL", *shell, "The shell that it is for")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   app.footer("Example: source <(tsmem completion bash)");
   return [shell, &app] {
     print(completion_script(*app.get_parent(), *shell));

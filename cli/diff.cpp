@@ -32,6 +32,12 @@ int show_diff(const Options& o, const Common& common) {
   if (!common.quiet && !equal) print("- " + o.a + "\n+ " + o.b + "\n\n");
   if (!common.quiet || !equal) print(render_text(d, o.stat, use_color(common)));
   if (!common.quiet && o.method.empty()) {
+    for (auto& method : a.get_methods()) {
+      if (method.name().starts_with("_tsmem_") || !b.find_method(method.name())) continue;
+      auto total = total_difference(a, b, method.name());
+      if (total.status != "same")
+        print(method.name() + " in all, with what it calls:\n" + ops_lines(total, use_color(common)));
+    }
     for (auto& [path, module] : {std::make_pair(o.a, a), std::make_pair(o.b, b)})
       if (auto kept = kept_methods(module))
         print(fmt::format("{} keeps {} (named _tsmem_*), not compared.\n", path, counted(kept, "original method")));
@@ -45,11 +51,13 @@ Run add_diff(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
   app.add_option("A.pt", o->a, "A TorchScript file")->required();
   app.add_option("B.pt", o->b, "Another")->required();
-  app.add_option("--format", o->format, "text (default) or json; html: not in this version")->check(CLI::IsMember({"text", "json", "html"}));
+  app.add_option("--format", o->format, "text (default) or json; html: not in this version")
+      ->check(CLI::IsMember({"text", "json", "html"}));
   app.add_option("--method", o->method, "Compare this method of every class alone")->type_name("NAME");
   app.add_flag("--stat", o->stat, "Print operators that went and came, without the lines");
-  app.footer("Weights are not compared: 'tsmem verify' does that. Exit code 1 where there is a difference.\n\n"
-             "Example: tsmem diff model.pt model.mem.pt --stat");
+  app.footer(
+      "Weights are not compared: 'tsmem verify' does that. Exit code 1 where there is a difference.\n\n"
+      "Example: tsmem diff model.pt model.mem.pt --stat");
   return [o, &common] { return show_diff(*o, common); };
 }
 

@@ -80,7 +80,8 @@ int inspect_file(const Options& o, const Common& common) {
   json methods = json::array();
   for (auto& name : names) {
     ops[name] = op_counts(module, name);
-    methods.push_back({{"name", name}, {"schema", c10::str(module.get_method(name).function().getSchema())}, {"ops", ops[name]}});
+    methods.push_back(
+        {{"name", name}, {"schema", c10::str(module.get_method(name).function().getSchema())}, {"ops", ops[name]}});
   }
   bool rewritten = is_rewritten(module);
   if (rewritten) restore(module);  // what would match is a question about the originals
@@ -97,15 +98,26 @@ int inspect_file(const Options& o, const Common& common) {
     total.parameter_bytes += row.parameter_bytes;
     total.trainable += row.trainable;
     total.buffer_bytes += row.buffer_bytes;
-    modules.push_back({{"path", row.path}, {"type", row.type}, {"parameters", row.parameters}, {"trainable", row.trainable},
-                       {"parameter_bytes", row.parameter_bytes}, {"buffer_bytes", row.buffer_bytes}});
+    modules.push_back({{"path", row.path},
+                       {"type", row.type},
+                       {"parameters", row.parameters},
+                       {"trainable", row.trainable},
+                       {"parameter_bytes", row.parameter_bytes},
+                       {"buffer_bytes", row.buffer_bytes}});
   }
   json extra = json::array();
   for (auto& [name, text] : file.extra_files) extra.push_back({{"name", name}, {"bytes", text.size()}});
   if (!o.json_file.empty()) {
-    write_json({{"model", o.model}, {"rewritten", rewritten}, {"parameters", total.parameters}, {"trainable", total.trainable},
-                {"parameter_bytes", total.parameter_bytes}, {"buffer_bytes", total.buffer_bytes}, {"modules", modules},
-                {"methods", methods}, {"matches", matches}, {"extra_files", extra}},
+    write_json({{"model", o.model},
+                {"rewritten", rewritten},
+                {"parameters", total.parameters},
+                {"trainable", total.trainable},
+                {"parameter_bytes", total.parameter_bytes},
+                {"buffer_bytes", total.buffer_bytes},
+                {"modules", modules},
+                {"methods", methods},
+                {"matches", matches},
+                {"extra_files", extra}},
                o.json_file, {o.model});
     if (o.json_file == "-") return kOk;
   }
@@ -113,8 +125,8 @@ int inspect_file(const Options& o, const Common& common) {
   bool color = use_color(common);
   auto title = [&](const std::string& text) { print("\n" + paint(text, Color::bold, color) + "\n"); };
   print(paint(o.model, Color::bold, color) + ": " + rows[0].type + (rewritten ? ", rewritten by tsmem" : "") + "\n");
-  print(fmt::format("{} parameters ({}), {} of them trainable; buffers {}\n", total.parameters, bytes_text(total.parameter_bytes),
-                    total.trainable, bytes_text(total.buffer_bytes)));
+  print(fmt::format("{} parameters ({}), {} of them trainable; buffers {}\n", total.parameters,
+                    bytes_text(total.parameter_bytes), total.trainable, bytes_text(total.buffer_bytes)));
   if (!file.extra_files.empty()) {
     std::vector<std::string> extras;
     for (auto& [name, text] : file.extra_files) extras.push_back(name);
@@ -123,8 +135,12 @@ int inspect_file(const Options& o, const Common& common) {
   title("Modules");
   std::vector<std::vector<std::string>> cells = {{"module", "type", "parameters", "trainable", "bytes"}};
   for (auto& row : rows)
-    cells.push_back({row.path.empty() ? "(model)" : row.path, row.type, row.parameters ? std::to_string(row.parameters) : "",
-                     row.parameters ? (row.trainable == row.parameters ? "yes" : row.trainable ? "partly" : "no") : "",
+    cells.push_back({row.path.empty() ? "(model)" : row.path, row.type,
+                     row.parameters ? std::to_string(row.parameters) : "",
+                     row.parameters ? (row.trainable == row.parameters ? "yes"
+                                       : row.trainable                 ? "partly"
+                                                                       : "no")
+                                    : "",
                      row.parameters ? bytes_text(row.parameter_bytes) : ""});
   print(table(cells));
   for (auto& name : names) {

@@ -4,6 +4,7 @@
 
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <new>
 
@@ -30,12 +31,16 @@ const Command commands[] = {
     {"completion", "Print a completion script for a shell", add_completion},
 };
 
-struct Warnings : c10::WarningHandler {  // PyTorch's: only for those who ask
-  explicit Warnings(const Common& common) : common(common) {}
+class Warnings : c10::WarningHandler {  // PyTorch's: only for those who ask
+ public:
+  explicit Warnings(const Common& common) : common_(common) { c10::WarningUtils::set_warning_handler(this); }
+  ~Warnings() override { c10::WarningUtils::set_warning_handler(nullptr); }
   void process(const c10::Warning& warning) override {
-    if (common.verbose) std::cerr << "warning: " << warning.msg() << "\n";
+    if (common_.verbose) std::cerr << "warning: " << warning.msg() << "\n";
   }
-  const Common& common;
+
+ private:
+  const Common& common_;
 };
 
 void on_signal(int number) {
@@ -77,22 +82,30 @@ std::string usage_error(const CLI::App& root, const CLI::ParseError& error) {
     if (rest.empty()) return "Say what to do: " + enumerate(names) + ".";
     return "There is no command '" + rest[0] + "'" + did_you_mean(rest[0], names) + ".";
   }
-  if (!rest.empty() && dynamic_cast<const CLI::ExtrasError*>(&error)) return "There is an argument too many: '" + rest[0] + "'.";
+  if (!rest.empty() && dynamic_cast<const CLI::ExtrasError*>(&error))
+    return "There is an argument too many: '" + rest[0] + "'.";
   std::string text = error.what();
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error)) return text.substr(0, text.find(':')) + " needs a value.";
   if (text.starts_with("Could not convert: ")) {
     auto equals = text.find(" = ");
-    return text.substr(19, equals - 19) + " can't be '" + text.substr(equals == text.npos ? text.size() : equals + 3) + "'.";
+    return text.substr(19, equals - 19) + " can't be '" + text.substr(equals == text.npos ? text.size() : equals + 3) +
+           "'.";
   }
   text = text.substr(0, text.find('\n'));
-  return text.ends_with('.') ? text : text + ".";
+  return text;
+}
+
+std::string with_stop(std::string text) {
+  if (!text.empty() && !std::strchr(".!?", text.back())) text += '.';
+  return text;
 }
 
 int run(int argc, char** argv) {
   Common common;
   CLI::App app("Makes TorchScript models need less memory while they train.", "tsmem");
   app.footer("Example: tsmem rewrite model.pt -o model.mem.pt\n\nEvery command has its own help: tsmem rewrite --help");
-  app.set_version_flag("--version", "tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION ")", "Print the version and exit");
+  app.set_version_flag("--version", "tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION ")",
+                       "Print the version and exit");
   app.set_help_flag("-h,--help", "Print this help and exit");
   app.require_subcommand(1)->fallthrough();
   app.add_option("--seed", common.seed, "Seed of random inputs (default 0)");
@@ -113,17 +126,15 @@ int run(int argc, char** argv) {
     return app.exit(success, std::cout, std::cerr);
   } catch (const CLI::ParseError& error) {
     auto used = app.get_subcommands();
-    std::cerr << "tsmem: " << usage_error(app, error) << "\nSee: tsmem " << (used.empty() ? "" : used[0]->get_name() + " ")
-              << "--help\n";
+    std::cerr << "tsmem: " << with_stop(usage_error(app, error)) << "\nSee: tsmem "
+              << (used.empty() ? "" : used[0]->get_name() + " ") << "--help\n";
     return kUsage;
   }
   Warnings warnings(common);
-  c10::WarningUtils::set_warning_handler(&warnings);
   for (auto& library : common.op_libraries) load_op_library(library);
   int code = kOk;
   for (auto& [command, action] : runs)
     if (command->parsed()) code = action();
-  c10::WarningUtils::set_warning_handler(nullptr);
   return code;
 }
 
@@ -143,15 +154,15 @@ int main(int argc, char** argv) {
     cli::print("");  // what is still in the buffer
     return code;
   } catch (const Error& e) {
-    std::cerr << "tsmem: " << e.what() << "\n";
+    std::cerr << "tsmem: " << cli::with_stop(e.what()) << "\n";
     return e.code;
   } catch (const std::exception& e) {
-    c10::WarningUtils::set_warning_handler(nullptr);
     if (cli::out_of_memory(e)) {
       std::cerr << "tsmem: There is not enough memory for this model and these inputs.\n";
       return kBadInput;
     }
-    std::cerr << "tsmem: " << sentence(e) << "\nThis is a bug in tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION
+    std::cerr << "tsmem: " << cli::with_stop(sentence(e))
+              << "\nThis is a bug in tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION
               << "). Please report it with this message, the command line, and the model or the code that makes it.\n";
     return kBug;
   }

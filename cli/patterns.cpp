@@ -18,9 +18,11 @@ std::string indented(const std::string& text, const std::string& by) {
 
 void list_patterns(bool color) {
   std::vector<std::vector<std::string>> rows = {{"pattern", "what it computes"}};
-  for (auto& pattern : all_patterns()) rows.push_back({pattern.name + (pattern.by_default ? "" : " *"), pattern.algebra});
+  for (auto& pattern : all_patterns())
+    rows.push_back({pattern.name + (pattern.by_default ? "" : " *"), pattern.algebra});
   print(table(rows));
-  print("\n* used only when --only names it. More about one: " + paint("tsmem patterns NAME", Color::bold, color) + "\n");
+  print("\n* used only when --only names it. More about one: " + paint("tsmem patterns NAME", Color::bold, color) +
+        "\n");
 }
 
 void show_pattern(const std::string& name, bool color) {
@@ -39,7 +41,8 @@ void show_pattern(const std::string& name, bool color) {
     }
     return;
   }
-  throw Error(kUsage, "There is no pattern '" + name + "'" + did_you_mean(name, names) + "; 'tsmem patterns' lists them.");
+  throw Error(kUsage,
+              "There is no pattern '" + name + "'" + did_you_mean(name, names) + "; 'tsmem patterns' lists them.");
 }
 
 }  // namespace
@@ -49,8 +52,10 @@ Run add_patterns(CLI::App& app, const Common& common) {
   app.add_option("NAME", *name, "A pattern's name");
   app.footer("Example: tsmem patterns bn-act");
   return [name, &common] {
-    if (name->empty()) list_patterns(use_color(common));
-    else show_pattern(*name, use_color(common));
+    if (name->empty())
+      list_patterns(use_color(common));
+    else
+      show_pattern(*name, use_color(common));
     return kOk;
   };
 }

@@ -14,13 +14,17 @@ Run add_plan(CLI::App& app, const Common&) {
   auto o = std::make_shared<Options>();
   app.description("Show peak memory against step time (not in this version)");
   app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
-  app.add_option("--input", o->inputs, "An argument of forward, such as 8x3x224x224; repeatable")->type_name("SPEC")->allow_extra_args(false);
+  app.add_option("--input", o->inputs, "An argument of forward, such as 8x3x224x224; repeatable")
+      ->type_name("SPEC")
+      ->allow_extra_args(false);
   app.add_option("--plot", o->plot, "Draw the front to this file")->type_name("FILE");
   app.add_option("--json", o->json, "Write the points to this file")->type_name("FILE");
   app.footer("Example: tsmem plan model.pt --input 8x3x224x224 --plot front.svg");
-  return []() -> int {
-    throw Error(kUsage, "This version of tsmem can't plan; use 'tsmem rewrite', which rewrites operators, and 'tsmem profile --vs' to "
-                        "see what it saves.");
+  return [o]() -> int {  // `o` is where the parser puts what it reads
+    throw Error(
+        kUsage,
+        "This version of tsmem can't plan; use 'tsmem rewrite', which rewrites operators, and 'tsmem profile --vs' to "
+        "see what it saves.");
   };
 }
 

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -39,13 +40,15 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
   for (auto name : {"--budget", "--checkpoint", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
     if (what.empty() && given(name)) what = name;
   if (!what.empty())
-    throw Error(kUsage, "This version of tsmem does not have " + what + "; leave it out, and operators are rewritten (--level ops).");
+    throw Error(kUsage, "This version of tsmem does not have " + what +
+                            "; leave it out, and operators are rewritten (--level ops).");
 }
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
   if (!o.undo) return;
   for (auto name : {"--only", "--skip", "--module", "--freeze", "--train", "--method", "--explain"})
-    if (app.get_option(name)->count() > 0) throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
+    if (app.get_option(name)->count() > 0)
+      throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
 }
 
 void check_files(const Options& o) {
@@ -53,7 +56,8 @@ void check_files(const Options& o) {
     if (!o.dry_run) throw Error(kUsage, "Name the output with -o OUT.pt, or use --dry-run.");
   } else {
     if (same_file(o.model, o.output))
-      throw Error(kUsage, "The output '" + o.output + "' is the input, which is never overwritten; choose another name.");
+      throw Error(kUsage,
+                  "The output '" + o.output + "' is the input, which is never overwritten; choose another name.");
     if (!o.dry_run) check_output(o.output, o.force);
   }
   for (auto& file : {o.model, o.output})
@@ -63,20 +67,22 @@ void check_files(const Options& o) {
 
 json options_json(const Options& o) {
   auto& r = o.rewrite;
-  return {{"level", o.level},    {"only", r.only},     {"skip", r.skip},    {"module", r.module_globs},
-          {"freeze", r.freeze},  {"train", r.train},   {"method", r.method}};
+  return {{"level", o.level},   {"only", r.only},   {"skip", r.skip},    {"module", r.module_globs},
+          {"freeze", r.freeze}, {"train", r.train}, {"method", r.method}};
 }
 
 json matches_json(const RewriteReport& report) {
   json matches = json::array();
   for (auto& m : report.matches)
-    matches.push_back({{"pattern", m.pattern}, {"module", m.module}, {"method", m.method}, {"nodes", m.nodes}, {"op", m.op}});
+    matches.push_back(
+        {{"pattern", m.pattern}, {"module", m.module}, {"method", m.method}, {"nodes", m.nodes}, {"op", m.op}});
   return matches;
 }
 
 json report_json(const Options& o, const RewriteReport& report) {
   json refused = json::array();
-  for (auto& r : report.refused) refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
+  for (auto& r : report.refused)
+    refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
   return {{"tool", "tsmem"},
           {"version", TSMEM_VERSION},
           {"input", o.model},
@@ -87,12 +93,20 @@ json report_json(const Options& o, const RewriteReport& report) {
           {"predicted", nullptr}};
 }
 
+// "before: a, b; after: a (in some cases: c)" -> "a"; 'tsmem patterns' has the whole.
+std::string kept_after(const Pattern& pattern) {
+  auto at = pattern.keeps.find("after: ");
+  auto text = at == std::string::npos ? pattern.keeps : pattern.keeps.substr(at + 7);
+  return text.substr(0, text.find(" ("));
+}
+
 void print_matches(const RewriteReport& report, bool verbose) {
   std::map<std::string, size_t> counts;
   for (auto& match : report.matches) ++counts[match.pattern];
   std::vector<std::vector<std::string>> rows = {{"pattern", "matches", "kept for backward"}};
   for (auto& pattern : all_patterns())
-    if (counts.count(pattern.name)) rows.push_back({pattern.name, std::to_string(counts[pattern.name]), pattern.keeps});
+    if (counts.count(pattern.name))
+      rows.push_back({pattern.name, std::to_string(counts[pattern.name]), kept_after(pattern)});
   print(table(rows));
   if (!verbose) return;
   print("\n");
@@ -123,9 +137,7 @@ void print_refusals(const RewriteReport& report, bool color) {
 }
 
 bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
-  for (auto& glob : globs)
-    if (glob_match(glob, name)) return true;
-  return false;
+  return std::any_of(globs.begin(), globs.end(), [&](auto& glob) { return glob_covers(glob, name); });
 }
 
 // The original with the flags that --freeze and --train asked for: they are no difference.
@@ -139,7 +151,7 @@ void take_flags(torch::jit::Module& original, const torch::jit::Module& rewritte
 
 // Compares what was written with the original. Prints what differs and returns false where it isn't the same.
 bool check_written(const Options& o, const Common& common, const std::string& written) {
-  auto original = load_model(o.model).module, rewritten = load_model(written).module;
+  auto original = load_model(o.model, o.device).module, rewritten = load_model(written, o.device).module;
   take_flags(original, rewritten, o.rewrite);
   if (auto differences = structure_differences(original, rewritten); !differences.empty())
     throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
@@ -149,11 +161,11 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   options.device = o.device;
   options.seed = common.seed;
   options.measure = false;
-  auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.device);
-  check_inputs(original, options.method, inputs);
+  auto inputs = check_inputs(original, options.method, make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
   auto result = verify(original, rewritten, inputs, options);
   if (!result.equal) {
-    fmt::print(stderr, "tsmem: The rewritten model failed its verification, so no file was written: {}\n", result.verdict);
+    fmt::print(stderr, "tsmem: The rewritten model failed its verification, so no file was written: {}\n",
+               result.verdict);
     return false;
   }
   if (!common.quiet) print("Verified: " + result.verdict + "\n");
@@ -168,19 +180,26 @@ int rewrite_file(const Options& o, const Common& common, const CLI::App& app) {
   if (!o.rewrite.method.empty() && !file.module.find_method(o.rewrite.method)) {
     std::vector<std::string> names;
     for (auto& method : file.module.get_methods()) names.push_back(method.name());
-    throw Error(kUsage, "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
+    throw Error(kUsage,
+                "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
   }
+  require_device(o.device);
   if (!o.inputs.empty() || !o.inputs_file.empty())  // before the work, not after it
     check_inputs(file.module, o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                  make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
 
   RewriteReport report;
   if (o.undo) {
-    if (!restore(file.module)) throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
+    if (!restore(file.module))
+      throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
     file.extra_files.erase("tsmem.json");
   } else {
+    restore(file.module);  // a rewrite starts from the originals, a dry run too
     report = rewrite(file.module, o.rewrite, o.dry_run);
-    json about = {{"tool", "tsmem"}, {"version", TSMEM_VERSION}, {"torch", TORCH_VERSION}, {"options", options_json(o)},
+    json about = {{"tool", "tsmem"},
+                  {"version", TSMEM_VERSION},
+                  {"torch", TORCH_VERSION},
+                  {"options", options_json(o)},
                   {"matches", matches_json(report)}};
     file.extra_files["tsmem.json"] = about.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
   }
@@ -202,10 +221,14 @@ int rewrite_file(const Options& o, const Common& common, const CLI::App& app) {
     print_refusals(report, use_color(common));
   }
   if (common.quiet || json_on_stdout) return kOk;
-  if (o.dry_run) print("Nothing was written (--dry-run).\n");
-  else if (o.undo) print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else if (report.matches.empty()) print("Written unchanged: " + o.output + "\n");
-  else print("Written: " + o.output + "\n");
+  if (o.dry_run)
+    print("Nothing was written (--dry-run).\n");
+  else if (o.undo)
+    print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
+  else if (report.matches.empty())
+    print("Written unchanged: " + o.output + "\n");
+  else
+    print("Written: " + o.output + "\n");
   return kOk;
 }
 
@@ -221,13 +244,16 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("--level", o->level, "ops (default): operator by operator. regions, plan: not in this version")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
-  app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")->type_name("@FILE.pt");
+  app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")
+      ->type_name("@FILE.pt");
   many("--only", o->rewrite.only, "Use this pattern alone; repeatable", "NAME");
   many("--skip", o->rewrite.skip, "Do not use this pattern; repeatable", "NAME");
-  many("--module", o->rewrite.module_globs, "Rewrite inside these modules only, such as 'layer3.*'; repeatable", "GLOB");
+  many("--module", o->rewrite.module_globs, "Rewrite inside these modules only, such as 'layer3.*'; repeatable",
+       "GLOB");
   many("--freeze", o->rewrite.freeze, "Clear requires_grad of these parameters; repeatable", "GLOB");
   many("--train", o->rewrite.train, "Set requires_grad of these parameters; repeatable", "GLOB");
-  app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")->type_name("NAME");
+  app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")
+      ->type_name("NAME");
   app.add_option("--device", o->device, "Where to verify: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_flag("--restore", o->undo, "Undo a rewrite; the weights stay as they are");
   app.add_flag("--explain", o->explain, "Print what almost matched, and why not");
@@ -237,11 +263,17 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   const std::string later = "Not in this version";
   app.add_option("--budget", o->budget, "Peak bytes of activations. " + later)->type_name("SIZE")->group(later);
   many("--checkpoint", o->checkpoint, "Wrap these modules whole. Not in this version", "GLOB")->group(later);
-  app.add_option("--amp", o->amp, "Run forward under autocast. " + later)->check(CLI::IsMember({"bf16", "f16"}))->group(later);
+  app.add_option("--amp", o->amp, "Run forward under autocast. " + later)
+      ->check(CLI::IsMember({"bf16", "f16"}))
+      ->group(later);
   app.add_flag("--estimate", o->estimate, "Plan from shapes. " + later)->group(later);
-  app.add_option("--batch-sizes", o->batch_sizes, "Plan for these batch sizes. " + later)->type_name("N,N,...")->group(later);
+  app.add_option("--batch-sizes", o->batch_sizes, "Plan for these batch sizes. " + later)
+      ->type_name("N,N,...")
+      ->group(later);
   app.add_option("--fit", o->fit, "The largest batch that fits. " + later)->type_name("SIZE")->group(later);
-  app.add_option("--optimizer-states", o->optimizer_states, "Of the optimizer, for --fit. " + later)->type_name("N")->group(later);
+  app.add_option("--optimizer-states", o->optimizer_states, "Of the optimizer, for --fit. " + later)
+      ->type_name("N")
+      ->group(later);
   app.footer("Example: tsmem rewrite model.pt -o model.mem.pt --input 8x3x224x224");
   return [o, &common, &app] { return rewrite_file(*o, common, app); };
 }

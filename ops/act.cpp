@@ -1,7 +1,8 @@
 // Activations that keep one bit an element, or one tensor.
 //
-// relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element, in the order of
-// memory, tells which. The others keep what their stock op keeps: the input, or the output (sigmoid, tanh).
+// relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
+// in the order of memory, tells which. The others keep what their stock op keeps: the input, or the output (sigmoid,
+// tanh).
 #include "act.h"
 
 #include "common.h"
@@ -24,7 +25,8 @@ Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides
   return same ? x : at::empty_strided(sizes, strides, x.options()).copy_(x);
 }
 
-// --- Kernels --------------------------------------------------------------------------------------------------------------------
+// --- Kernels
+// --------------------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
   const Act act = act_of(kind, a, b);
@@ -49,7 +51,8 @@ std::tuple<Tensor, Tensor> act_mask_meta(const Tensor& x, int64_t, double, doubl
   return {at::empty_like(x), at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte))};
 }
 
-Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b, at::IntArrayRef strides) {
+Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
+                             at::IntArrayRef strides) {
   const Tensor dense = in_layout(grad, grad.sizes(), strides);
   Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
   const Act act = act_of(kind, a, b);
@@ -86,7 +89,8 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
-// --- Autograd -------------------------------------------------------------------------------------------------------------------
+// --- Autograd
+// -------------------------------------------------------------------------------------------------------------------
 
 void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
   ctx->set_materialize_grads(false);
@@ -100,7 +104,8 @@ Tensor backward_of(AutogradContext* ctx, const Tensor& grad);
 
 // The backward is linear in the gradient, and so its own derivative: second derivatives work.
 struct ActBackward : torch::autograd::Function<ActBackward> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, const Act& act, at::IntArrayRef strides) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, const Act& act,
+                        at::IntArrayRef strides) {
     keep(ctx, act, strides);
     ctx->save_for_backward({mask});
     return act_mask_backward(grad, mask, act, strides);
@@ -116,7 +121,8 @@ Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
   const Act act = act_of(data["kind"].toInt(), data["a"].toDouble(), data["b"].toDouble());
   const Tensor mask = ctx->get_saved_variables()[0];
   const auto strides = data["strides"].toIntVector();
-  return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides)) : act_mask_backward(grad, mask, act, strides);
+  return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides))
+                          : act_mask_backward(grad, mask, act, strides);
 }
 
 struct MaskedAct : torch::autograd::Function<MaskedAct> {
@@ -126,13 +132,16 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
     ctx->save_for_backward({mask});
     return y;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) { return {backward_of(ctx, grads[0]), Tensor()}; }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {backward_of(ctx, grads[0]), Tensor()};
+  }
 };
 
 Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args) {
   const Act act = parse_act(name, args);
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
-  if (one_bit(act.kind) && needs_grad(self) && self.numel() > 0 && plain(self) && has_kernel(forward_op(), self)) return MaskedAct::apply(self, act);
+  if (one_bit(act.kind) && needs_grad(self) && self.numel() > 0 && plain(self) && has_kernel(forward_op(), self))
+    return MaskedAct::apply(self, act);
   return stock_act(self, act);
 }
 

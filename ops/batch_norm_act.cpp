@@ -16,21 +16,13 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Counts the tensors that autograd sees among a Function's arguments, as needs_input_grad() does.
-struct Edges {
-  int64_t next = 0;
-  int64_t of(const Tensor& t) { return t.defined() ? next++ : -1; }
-  int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
-};
-
 struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   // Returns the output, and with `stats` the mean and the inverse deviation.
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                                const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& other, bool training,
                                double momentum, double eps, const Act& act, bool stats, const std::string& name) {
     ctx->set_materialize_grads(false);
-    const auto wants = [](const OptTensor& t) { return t && t->defined() && t->requires_grad(); };
-    const bool want_x = input.requires_grad(), want_w = wants(weight), want_b = wants(bias), want_z = wants(other);
+    const bool want_x = input.requires_grad(), want_w = wants_grad(weight), want_b = wants_grad(bias), want_z = wants_grad(other);
     const bool bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
     // What the derivative of the activation is taken from, unless it is 1.
     const bool x_alone = !other && (bits || !identity) && ((training && (want_x || want_w)) || want_w || !bits);
@@ -98,10 +90,6 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
   return {out, mean, invstd};
-}
-
-Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn) {
-  return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, cudnn);
 }
 
 Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,

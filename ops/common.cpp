@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/FuncTorchTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -117,7 +118,8 @@ void* zero_pages(size_t bytes) {
 }  // namespace
 
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
-  if (!options.device().is_cpu()) return at::empty_strided(sizes, strides, options);
+  // A dispatch mode (FakeTensor) wants to see its tensors made.
+  if (!options.device().is_cpu() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return at::empty_strided(sizes, strides, options);
   return at::from_blob(zero_pages(at::detail::computeStorageNbytes(sizes, strides, options.dtype().itemsize())), sizes,
                        strides, options);
 }

@@ -1,7 +1,7 @@
 // Convolutions that keep the input only if the weight needs a gradient, and the weight only if the input does.
 //
-// Forward is the stock op under no grad (same kernels, same errors), backward is at::convolution_backward, which is differentiable
-// itself. Of an operand that is not kept, backward needs the shape alone.
+// Forward is the stock op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
+// differentiable itself. Of an operand that is not kept, backward needs the shape alone.
 #include "common.h"
 
 namespace tsmem {
@@ -28,33 +28,18 @@ std::vector<int64_t> expand(IntArrayRef list, int64_t dims) {
   return list.size() == 1 ? std::vector<int64_t>(dims, list[0]) : list.vec();
 }
 
-// A tensor that backward may see as a shape only: contiguous in the format that the backend picks, so that it copies nothing.
-Tensor shape_in_format(IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t next = 1;
-  auto place = [&](size_t d) { strides[d] = next, next *= std::max<int64_t>(sizes[d], 1); };
-  if (format == at::MemoryFormat::Contiguous) {
-    for (size_t d = sizes.size(); d-- > 0;) place(d);
-  } else {
-    place(1);
-    for (size_t d = sizes.size(); d-- > 2;) place(d);
-    place(0);
-  }
-  return shape_of(sizes, strides, options);
-}
-
 struct Conv : torch::autograd::Function<Conv> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-                        const Forward& stock) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
+                        const ConvArgs& args, const Forward& stock) {
     ctx->set_materialize_grads(false);
     const bool keep_input = weight.requires_grad(), keep_weight = input.requires_grad();
     ctx->save_for_backward({keep_input ? input : Tensor(), keep_weight ? weight : Tensor()});
     auto& data = ctx->saved_data;
     data["input_sizes"] = input.sizes();
+    data["input_strides"] = input.strides();
     data["weight_sizes"] = weight.sizes();
+    data["weight_strides"] = weight.strides();
     data["bias_sizes"] = bias ? bias->sizes() : IntArrayRef();
-    data["channels_last"] = input.suggest_memory_format() != at::MemoryFormat::Contiguous ||
-                            weight.suggest_memory_format() != at::MemoryFormat::Contiguous;
     data["stride"] = args.stride;
     data["padding"] = args.padding;
     data["dilation"] = args.dilation;
@@ -72,27 +57,26 @@ struct Conv : torch::autograd::Function<Conv> {
     Tensor input = saved[0], weight = saved[1];
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    auto input_sizes = ints("input_sizes");
     const auto pad_after = ints("pad_after");
     std::vector<int64_t> unpad;
     for (int64_t p : pad_after) unpad.push_back(-p);
-    if (input.defined() && !pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
-    for (size_t i = 0; i < pad_after.size() / 2; ++i) input_sizes[input_sizes.size() - 1 - i] += pad_after[2 * i + 1];
-
-    auto format = at::MemoryFormat::Contiguous;
-    if (data["channels_last"].toBool() && input_sizes.size() >= 4)
-      format = input_sizes.size() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
-    if (!input.defined()) input = shape_in_format(input_sizes, format, grad.options());
-    if (!weight.defined()) weight = shape_in_format(ints("weight_sizes"), format, grad.options());
+    // Of what is not kept, backward gets the sizes and strides: from them the backend picks its layout, as with the
+    // tensor itself.
+    if (!input.defined()) input = shape_of(ints("input_sizes"), ints("input_strides"), grad.options());
+    if (!weight.defined()) weight = shape_of(ints("weight_sizes"), ints("weight_strides"), grad.options());
+    if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
 
     const auto bias_sizes = ints("bias_sizes");
     const bool has_bias = !bias_sizes.empty();
-    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), has_bias && ctx->needs_input_grad(2)};
+    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                   has_bias && ctx->needs_input_grad(2)};
     auto [grad_input, grad_weight, grad_bias] = at::convolution_backward(
         grad, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), ints("stride"),
-        ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"), data["groups"].toInt(), mask);
+        ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"), data["groups"].toInt(),
+        mask);
     if (grad_input.defined() && !unpad.empty()) grad_input = at::constant_pad_nd(grad_input, unpad);
-    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(), Tensor(), Tensor()};
+    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(), Tensor(),
+            Tensor()};
   }
 };
 
@@ -105,15 +89,16 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
 }
 
 // Batches an unbatched input, as stock does.
-Tensor apply(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args, const Forward& stock) {
+Tensor apply(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
+             const Forward& stock) {
   const OptTensor b = bias && bias->defined() ? bias : std::nullopt;
   if (input.dim() == weight.dim()) return Conv::apply(input, weight, b, args, stock);
   return Conv::apply(input.unsqueeze(0), weight, b, args, stock).squeeze(0);
 }
 
 template <int64_t D>
-Tensor stock_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                  int64_t groups) {
+Tensor stock_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, IntArrayRef padding,
+                  IntArrayRef dilation, int64_t groups) {
   if constexpr (D == 1) return at::conv1d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 2) return at::conv2d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 3) return at::conv3d(x, w, b, stride, padding, dilation, groups);
@@ -128,8 +113,8 @@ Tensor stock_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArray
 }
 
 template <int64_t D>
-Tensor stock_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, IntArrayRef padding,
-                            IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
+Tensor stock_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride,
+                            IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
   if constexpr (D == 1) return at::conv_transpose1d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (D == 2) return at::conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (D == 3) return at::conv_transpose3d(x, w, b, stride, padding, output_padding, groups, dilation);
@@ -140,19 +125,26 @@ Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, In
             IntArrayRef dilation, int64_t groups) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
-  const ConvArgs args{expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
+  const ConvArgs args{
+      expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
   return apply(input, weight, bias, args, [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
     return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
   });
 }
 
 template <int64_t D>
-Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, c10::string_view padding,
-                    IntArrayRef dilation, int64_t groups) {
+Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                    c10::string_view padding, IntArrayRef dilation, int64_t groups) {
   const bool same = padding == "same";
   if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
     return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
-  ConvArgs args{expand(stride, D), std::vector<int64_t>(D, 0), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
+  ConvArgs args{expand(stride, D),
+                std::vector<int64_t>(D, 0),
+                expand(dilation, D),
+                std::vector<int64_t>(D, 0),
+                {},
+                false,
+                groups};
   if (same && args.dilation.size() == D) {
     // The odd one of an odd total goes after the input, by a padding of its own.
     std::vector<int64_t> after(2 * D, 0);
@@ -169,34 +161,37 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
 }
 
 template <int64_t D>
-Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, IntArrayRef padding,
-                      IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
+Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                      IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return stock_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
-  const ConvArgs args{expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), {}, true, groups};
+  const ConvArgs args{
+      expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), {}, true, groups};
   return apply(input, weight, bias, args, [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
     return stock_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
   });
 }
 
-Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, IntArrayRef padding,
-                   IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups, bool benchmark,
-                   bool deterministic, bool cudnn_enabled, bool allow_tf32) {
+Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                   int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32) {
   const Forward stock = [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-    return at::_convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups, benchmark, deterministic,
-                            cudnn_enabled, allow_tf32);
+    return at::_convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups, benchmark,
+                            deterministic, cudnn_enabled, allow_tf32);
   };
   if (!ours(input, weight, bias) || input.dim() != weight.dim()) return stock(input, weight, bias);
   const int64_t d = weight.dim() - 2;
-  return apply(input, weight, bias,
-               {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), {}, transposed, groups}, stock);
+  return apply(
+      input, weight, bias,
+      {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), {}, transposed, groups},
+      stock);
 }
 
 Tensor convolution_deprecated(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
-                              IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
-                              bool benchmark, bool deterministic, bool cudnn_enabled) {
-  return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark, deterministic,
-                     cudnn_enabled, at::globalContext().allowTF32CuDNN(at::Float32Op::CONV));
+                              IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                              int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled) {
+  return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark,
+                     deterministic, cudnn_enabled, at::globalContext().allowTF32CuDNN(at::Float32Op::CONV));
 }
 
 // `op` with its operands cast as autocast casts a convolution's; weights through the cache that all ops share.
@@ -229,28 +224,52 @@ void register_autocast(torch::Library& m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("conv1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv<1>));
-  m.def("conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv<2>));
-  m.def("conv3d(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv<3>));
-  m.def("conv1d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, str padding=\"valid\", int[1] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv_padding<1>));
-  m.def("conv2d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, str padding=\"valid\", int[2] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv_padding<2>));
-  m.def("conv3d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, str padding=\"valid\", int[3] dilation=1, int groups=1) -> Tensor",
-        TORCH_FN(conv_padding<3>));
-  m.def("conv_transpose1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] output_padding=0, int groups=1, int[1] dilation=1) -> Tensor",
-        TORCH_FN(conv_transpose<1>));
-  m.def("conv_transpose2d.input(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] output_padding=0, int groups=1, int[2] dilation=1) -> Tensor",
-        TORCH_FN(conv_transpose<2>));
-  m.def("conv_transpose3d.input(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, int[3] output_padding=0, int groups=1, int[3] dilation=1) -> Tensor",
-        TORCH_FN(conv_transpose<3>));
-  m.def("_convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32) -> Tensor",
-        TORCH_FN(convolution));
-  m.def("_convolution.deprecated(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled) -> Tensor",
-        TORCH_FN(convolution_deprecated));
+  m.def(
+      "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] dilation=1, "
+      "int groups=1) -> Tensor",
+      TORCH_FN(conv<1>));
+  m.def(
+      "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, "
+      "int groups=1) -> Tensor",
+      TORCH_FN(conv<2>));
+  m.def(
+      "conv3d(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, "
+      "int groups=1) -> Tensor",
+      TORCH_FN(conv<3>));
+  m.def(
+      "conv1d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, str padding=\"valid\", int[1] "
+      "dilation=1, int groups=1) -> Tensor",
+      TORCH_FN(conv_padding<1>));
+  m.def(
+      "conv2d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, str padding=\"valid\", int[2] "
+      "dilation=1, int groups=1) -> Tensor",
+      TORCH_FN(conv_padding<2>));
+  m.def(
+      "conv3d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, str padding=\"valid\", int[3] "
+      "dilation=1, int groups=1) -> Tensor",
+      TORCH_FN(conv_padding<3>));
+  m.def(
+      "conv_transpose1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] "
+      "output_padding=0, int groups=1, int[1] dilation=1) -> Tensor",
+      TORCH_FN(conv_transpose<1>));
+  m.def(
+      "conv_transpose2d.input(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] output_padding=0, int groups=1, int[2] dilation=1) -> Tensor",
+      TORCH_FN(conv_transpose<2>));
+  m.def(
+      "conv_transpose3d.input(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, "
+      "int[3] output_padding=0, int groups=1, int[3] dilation=1) -> Tensor",
+      TORCH_FN(conv_transpose<3>));
+  m.def(
+      "_convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool "
+      "transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool "
+      "allow_tf32) -> Tensor",
+      TORCH_FN(convolution));
+  m.def(
+      "_convolution.deprecated(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+      "bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled) -> "
+      "Tensor",
+      TORCH_FN(convolution_deprecated));
 }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) { register_autocast<c10::DeviceType::CUDA>(m); }

@@ -1,8 +1,8 @@
-// Dropouts that keep no mask: backward draws the same noise again from a copy of the generator's state. Where packed bits of the noise
-// are smaller than the state (5 KB on the CPU), it keeps those.
+// Dropouts that keep no mask: backward draws the same noise again from a copy of the generator's state. Where packed
+// bits of the noise are smaller than the state (5 KB on the CPU), it keeps those.
 //
-// The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without training, with p 0 or 1
-// and on empty tensors the stock ops draw nothing, and are called as they are.
+// The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without
+// training, with p 0 or 1 and on empty tensors the stock ops draw nothing, and are called as they are.
 #include "common.h"
 
 namespace tsmem {
@@ -29,7 +29,8 @@ Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
   return {noise.mul_(a), shift};
 }
 
-// Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is kept and the noise.
+// Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is
+// kept and the noise.
 Tensor draw(Tensor noise, double p, Tensor* state) {
   at::Generator shared = at::globalContext().defaultGenerator(noise.device());
   std::lock_guard<std::mutex> lock(shared.mutex());
@@ -109,20 +110,25 @@ struct Dropout : torch::autograd::Function<Dropout> {
 
 Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
   switch (kind) {
-    case Kind::plain: return at::dropout(input, p, train);
-    case Kind::feature: return at::feature_dropout(input, p, train);
-    case Kind::alpha: return at::alpha_dropout(input, p, train);
-    case Kind::feature_alpha: return at::feature_alpha_dropout(input, p, train);
+    case Kind::plain:
+      return at::dropout(input, p, train);
+    case Kind::feature:
+      return at::feature_dropout(input, p, train);
+    case Kind::alpha:
+      return at::alpha_dropout(input, p, train);
+    case Kind::feature_alpha:
+      return at::feature_alpha_dropout(input, p, train);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// The generator's state is kept on the CPU only, and only for real tensors. Half-precision noise keeps its stock op's dtype.
+// The generator's state is kept on the CPU only, and for real tensors only.
 template <Kind kind>
 Tensor dropout(const Tensor& input, double p, bool train) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
-  const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() && !input.key_set().has(c10::DispatchKey::Python) &&
-                    input.numel() > 0 && (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
+  const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() &&
+                    !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
+                    (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
                     has_kernel(packer, input);
   return ours ? Dropout::apply(input, p, kind) : stock(kind, input, p, train);
 }
@@ -131,8 +137,10 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
   m.def(torch::schema("dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::plain>));
-  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::feature>));
-  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::alpha>));
+  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train) -> Tensor", random),
+        TORCH_FN(dropout<Kind::feature>));
+  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train) -> Tensor", random),
+        TORCH_FN(dropout<Kind::alpha>));
   m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train) -> Tensor", random),
         TORCH_FN(dropout<Kind::feature_alpha>));
 }

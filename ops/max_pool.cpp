@@ -1,7 +1,8 @@
-// Max pooling that keeps the position in the window: one byte an output where a window has at most 256 positions, two to 65,536, else
-// four; and neither the input nor 64-bit indices.
+// Max pooling that keeps the position in the window: one byte an output where a window has at most 256 positions, two
+// to 65,536, else four; and neither the input nor 64-bit indices.
 //
-// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to the stock op, which handles or refuses it.
+// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to the stock op, which
+// handles or refuses it.
 #include "common.h"
 #include "cpu/pool.h"
 #include "cpu_dtype.h"
@@ -14,7 +15,8 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// --- Windows --------------------------------------------------------------------------------------------------------------------
+// --- Windows
+// --------------------------------------------------------------------------------------------------------------------
 
 // The windows of a pool, one entry an axis of space. Adaptive where `kernel` is empty: only `out` counts then.
 struct Windows {
@@ -70,7 +72,11 @@ at::ScalarType position_type(const std::vector<Axis>& axes) {
 }
 
 // Stock sees a 1-d pool as a 2-d one of height 1, also where it looks for channels_last.
-at::MemoryFormat format_of(const Tensor& x) { return x.dim() == 3 ? x.unsqueeze(2).suggest_memory_format() : x.suggest_memory_format(); }
+// Its adaptive 3-d pool knows no layout but the contiguous one.
+at::MemoryFormat format_of(const Tensor& x, bool adaptive) {
+  if (x.dim() == 5 && adaptive) return at::MemoryFormat::Contiguous;
+  return x.dim() == 3 ? x.unsqueeze(2).suggest_memory_format() : x.suggest_memory_format();
+}
 
 // A tensor [batch, channels, space...] in the format that stock gives a pool's output.
 Tensor empty_in(IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options) {
@@ -84,7 +90,8 @@ Tensor contiguous_in(const Tensor& x, at::MemoryFormat format) {
   return format == at::MemoryFormat::Contiguous ? x.contiguous() : x.transpose(1, 2).contiguous().transpose(1, 2);
 }
 
-PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::ScalarType dtype, int64_t position_bytes, bool channels_last) {
+PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::ScalarType dtype, int64_t position_bytes,
+                     bool channels_last) {
   static const Axis flat = [] {
     Axis a;
     a.start = {0}, a.first = {0}, a.last = {1}, a.stride = 1;
@@ -98,7 +105,8 @@ PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::Scala
   return args;
 }
 
-// --- Internal ops: [batch, channels, space...] ------------------------------------------------------------------------------------
+// --- Internal ops: [batch, channels, space...]
+// ------------------------------------------------------------------------------------
 
 std::vector<int64_t> out_sizes(const Tensor& x, const std::vector<int64_t>& out) {
   std::vector<int64_t> sizes{x.size(0), x.size(1)};
@@ -108,12 +116,14 @@ std::vector<int64_t> out_sizes(const Tensor& x, const std::vector<int64_t>& out)
 
 std::tuple<Tensor, Tensor> max_pool_cpu(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                                         IntArrayRef dilation, IntArrayRef out, bool positions) {
-  const auto format = format_of(x);
-  const auto axes = make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
+  const auto format = format_of(x, kernel.empty());
+  const auto axes =
+      make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
   const Tensor dense = contiguous_in(x, format);
   const auto sizes = out_sizes(x, out.vec());
   Tensor y = empty_in(sizes, format, x.options());
-  Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes))) : at::empty({0}, x.options().dtype(at::kByte));
+  Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
+                              : at::empty({0}, x.options().dtype(at::kByte));
   const bool channels_last = format != at::MemoryFormat::Contiguous;
   const PoolArgs args = kernel_args(axes, x.sizes(), x.scalar_type(), position.element_size(), channels_last);
   const void* from = dense.const_data_ptr();
@@ -121,17 +131,21 @@ std::tuple<Tensor, Tensor> max_pool_cpu(const Tensor& x, IntArrayRef kernel, Int
   void* where = positions ? position.mutable_data_ptr() : nullptr;
   const int64_t rows = x.size(0) * (channels_last ? 1 : x.size(1)) * args.d.out * args.h.out;
   if (y.numel() == 0) return {y, position};
-  const int64_t grain = std::max<int64_t>(1, 16384 / (y.numel() / rows * args.d.window * args.h.window * args.w.window));
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { pool_kernels().forward(args, from, to, where, begin, end); });
+  const int64_t grain =
+      std::max<int64_t>(1, 16384 / (y.numel() / rows * args.d.window * args.h.window * args.w.window));
+  at::parallel_for(0, rows, grain,
+                   [&](int64_t begin, int64_t end) { pool_kernels().forward(args, from, to, where, begin, end); });
   return {y, position};
 }
 
 std::tuple<Tensor, Tensor> max_pool_meta(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                                          IntArrayRef dilation, IntArrayRef out, bool positions) {
-  const auto axes = make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
+  const auto axes =
+      make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
   const auto sizes = out_sizes(x, out.vec());
-  Tensor y = empty_in(sizes, format_of(x), x.options());
-  Tensor position = positions ? empty_in(sizes, format_of(x), x.options().dtype(position_type(axes)))
+  const auto format = format_of(x, kernel.empty());
+  Tensor y = empty_in(sizes, format, x.options());
+  Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
                               : at::empty({0}, x.options().dtype(at::kByte));
   return {y, position};
 }
@@ -147,9 +161,10 @@ at::MemoryFormat format_for(bool channels_last, size_t dims) {
   return dims == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
-Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArrayRef space, IntArrayRef kernel, IntArrayRef stride,
-                             IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
-  const auto axes = make_axes(space, {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()});
+Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArrayRef space, IntArrayRef kernel,
+                             IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
+  const auto axes =
+      make_axes(space, {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()});
   const auto format = format_for(channels_last, grad.dim());
   const Tensor dense = contiguous_in(grad, format);
   Tensor out = empty_in(in_sizes(grad, space), format, grad.options());
@@ -157,20 +172,22 @@ Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArra
   const PoolArgs args = kernel_args(axes, grad.sizes(), grad.scalar_type(), position.element_size(), channels_last);
   // Channels last, few images are cut into blocks of at least 16 channels, so that every thread has work.
   const int64_t threads = at::get_num_threads(), batch = grad.size(0), channels = grad.size(1);
-  const int64_t blocks =
-      channels_last && batch % threads != 0 ? std::max<int64_t>(1, std::min((threads + batch - 1) / batch, channels / 16)) : 1;
+  const int64_t blocks = channels_last && batch % threads != 0
+                             ? std::max<int64_t>(1, std::min((threads + batch - 1) / batch, channels / 16))
+                             : 1;
   const int64_t units = channels_last ? batch * blocks : batch * channels;
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, out.numel() / units));
   const void* from = dense.const_data_ptr();
   const void* where = position.const_data_ptr();
   void* to = out.mutable_data_ptr();
-  at::parallel_for(0, units, grain,
-                   [&](int64_t begin, int64_t end) { pool_kernels().backward(args, blocks, from, where, to, begin, end); });
+  at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+    pool_kernels().backward(args, blocks, from, where, to, begin, end);
+  });
   return out;
 }
 
-Tensor max_pool_backward_meta(const Tensor& grad, const Tensor&, IntArrayRef space, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                              bool channels_last) {
+Tensor max_pool_backward_meta(const Tensor& grad, const Tensor&, IntArrayRef space, IntArrayRef, IntArrayRef,
+                              IntArrayRef, IntArrayRef, bool channels_last) {
   return empty_in(in_sizes(grad, space), format_for(channels_last, grad.dim()), grad.options());
 }
 
@@ -181,22 +198,25 @@ const c10::OperatorHandle& forward_op() {
 
 std::tuple<Tensor, Tensor> call_forward(const Tensor& x, const Windows& w, bool positions) {
   static const auto op = forward_op()
-                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                                                               IntArrayRef, bool)>();
+                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef,
+                                                               IntArrayRef, IntArrayRef, bool)>();
   return op.call(x, w.kernel, w.stride, w.padding, w.dilation, w.out, positions);
 }
 
-Tensor call_backward(const Tensor& grad, const Tensor& position, IntArrayRef space, const Windows& w, bool channels_last) {
+Tensor call_backward(const Tensor& grad, const Tensor& position, IntArrayRef space, const Windows& w,
+                     bool channels_last) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("tsmem::_max_pool_backward", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                                           IntArrayRef, bool)>();
+                             .typed<Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef,
+                                           IntArrayRef, IntArrayRef, bool)>();
   return op.call(grad, position, space, w.kernel, w.stride, w.padding, w.dilation, channels_last);
 }
 
-// --- Autograd -------------------------------------------------------------------------------------------------------------------
+// --- Autograd
+// -------------------------------------------------------------------------------------------------------------------
 
-// The same backward out of differentiable ATen calls, for create_graph: positions become indices into the flattened input.
+// The same backward out of differentiable ATen calls, for create_graph: positions become indices into the flattened
+// input.
 Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntArrayRef space, const Windows& w) {
   Tensor rest = position.to(at::kLong), index = at::zeros_like(rest);
   const auto axes = make_axes(space, w);
@@ -226,7 +246,7 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
     data["stride"] = w.stride;
     data["padding"] = w.padding;
     data["dilation"] = w.dilation;
-    data["channels_last"] = format_of(x) != at::MemoryFormat::Contiguous;
+    data["channels_last"] = format_of(x, w.kernel.empty()) != at::MemoryFormat::Contiguous;
     return y;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -270,14 +290,16 @@ bool valid(IntArrayRef space, Windows& w, bool ceil_mode) {
 }
 
 template <int64_t D>
-Tensor stock(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+Tensor stock(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+             bool ceil_mode) {
   if constexpr (D == 1) return at::max_pool1d(x, kernel, stride, padding, dilation, ceil_mode);
   if constexpr (D == 2) return at::max_pool2d(x, kernel, stride, padding, dilation, ceil_mode);
   if constexpr (D == 3) return at::max_pool3d(x, kernel, stride, padding, dilation, ceil_mode);
 }
 
 template <int64_t D>
-Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                bool ceil_mode) {
   auto fits = [](IntArrayRef list) { return list.size() == 1 || list.size() == D; };
   auto expand = [](IntArrayRef list) { return list.size() == 1 ? std::vector<int64_t>(D, list[0]) : list.vec(); };
   if (ours(x, D) && fits(kernel) && (stride.empty() || fits(stride)) && fits(padding) && fits(dilation)) {
@@ -298,9 +320,11 @@ Tensor adaptive_max_pool(const Tensor& x, IntArrayRef output_size) {
 }
 
 // AutocastCPU runs 3-d max pools, and the adaptive 3-d one, in float32.
-Tensor max_pool3d_f32(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+Tensor max_pool3d_f32(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                      IntArrayRef dilation, bool ceil_mode) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
-  return max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), kernel, stride, padding, dilation, ceil_mode);
+  return max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), kernel, stride, padding, dilation,
+                     ceil_mode);
 }
 Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
@@ -308,18 +332,28 @@ Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool ceil_mode=False) -> Tensor",
-        TORCH_FN(max_pool<1>));
-  m.def("max_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> Tensor",
-        TORCH_FN(max_pool<2>));
-  m.def("max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool ceil_mode=False) -> Tensor",
-        TORCH_FN(max_pool<3>));
+  m.def(
+      "max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
+      "ceil_mode=False) -> Tensor",
+      TORCH_FN(max_pool<1>));
+  m.def(
+      "max_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool "
+      "ceil_mode=False) -> Tensor",
+      TORCH_FN(max_pool<2>));
+  m.def(
+      "max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool "
+      "ceil_mode=False) -> Tensor",
+      TORCH_FN(max_pool<3>));
   m.def("adaptive_max_pool1d(Tensor self, int[1] output_size) -> Tensor", TORCH_FN(adaptive_max_pool<1>));
   m.def("adaptive_max_pool2d(Tensor self, int[2] output_size) -> Tensor", TORCH_FN(adaptive_max_pool<2>));
   m.def("adaptive_max_pool3d(Tensor self, int[3] output_size) -> Tensor", TORCH_FN(adaptive_max_pool<3>));
-  m.def("_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, int[] out, bool positions) -> (Tensor, Tensor)");
-  m.def("_max_pool_backward(Tensor grad, Tensor position, int[] space, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-        "bool channels_last) -> Tensor");
+  m.def(
+      "_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, int[] out, bool positions) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "_max_pool_backward(Tensor grad, Tensor position, int[] space, int[] kernel, int[] stride, int[] padding, int[] "
+      "dilation, "
+      "bool channels_last) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   m.impl("_max_pool", TORCH_FN(max_pool_cpu));

@@ -18,15 +18,14 @@ const c10::OperatorHandle& forward_op() {
 }
 
 // Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel each.
-bool parameters_fit(const Tensor& input, const BatchNormArgs& bn) {
+bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const BatchNormArgs& bn) {
   const auto dtype = input.scalar_type();
   const bool low = dtype == at::kBFloat16 || dtype == at::kHalf;
   std::optional<at::ScalarType> common;
   for (const OptTensor* t : {&bn.weight, &bn.bias, &bn.running_mean, &bn.running_var}) {
     if (!*t || !(*t)->defined()) continue;
     const Tensor& p = **t;
-    if (!plain(p) || p.dim() != 1 || p.device() != input.device() || !p.sym_size(0).sym_eq(input.sym_size(1)).expect_true(__FILE__, __LINE__))
-      return false;
+    if (!plain(p) || p.dim() != 1 || p.device() != input.device() || p.sym_size(0) != channels) return false;
     if (common && *common != p.scalar_type()) return false;
     common = p.scalar_type();
   }
@@ -64,14 +63,20 @@ bool autocast_casts(const Tensor& x, const Act& act) {
   return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
 }
 
-bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act) {
-  if (!plain(input) || input.dim() < 2 || !has_kernel(forward_op(), input) || autocast_casts(input, act)) return false;
-  if (input.sym_numel().sym_eq(0).guard_bool(__FILE__, __LINE__)) return false;
+bool norm_usable(const Tensor& like, const c10::SymInt& channels, const BatchNormArgs& bn, const Act& act) {
+  if (!plain(like) || !has_kernel(forward_op(), like) || autocast_casts(like, act)) return false;
   const bool mean = bn.running_mean && bn.running_mean->defined(), var = bn.running_var && bn.running_var->defined();
-  if (mean != var || (!bn.training && !mean)) return false;
-  if (!parameters_fit(input, bn)) return false;
+  return mean == var && (bn.training || mean) && parameters_fit(like, channels, bn);
+}
+
+bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act) {
+  if (input.dim() < 2 || input.sym_numel() == 0 || !norm_usable(input, input.sym_size(1), bn, act)) return false;
   return !other || (plain(*other) && other->scalar_type() == input.scalar_type() && other->device() == input.device() &&
                     other->sym_sizes() == input.sym_sizes());
+}
+
+Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled) {
+  return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, cudnn_enabled);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,

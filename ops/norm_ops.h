@@ -46,17 +46,26 @@ struct NormBackward {
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
-// The sum of grad * act(pre) over all but the dimensions in which scale is not 1, in acc_type with scale's sizes (dimensions of 1 in
-// front up to input's). pre = (input - mean) * invstd * weight + bias, or input where there is no mean. Undefined where scale's
-// shape is none that the kernels know: per channel, per image and channel, or along the last dimension.
-at::Tensor scale_grad(const at::Tensor& grad, const at::Tensor& input, at::IntArrayRef scale_sizes, const OptTensor& weight,
-                      const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd, const Act& act);
-
 // True where autocast around us would change the dtype of the stock activation.
 bool autocast_casts(const at::Tensor& x, const Act& act);
 
 // Whether our kernels take these operands; else stock ops are composed, which also raise their own errors.
 bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);
+
+// The same for an input that is still to be made: `like` has its dtype and device, `channels` are its size(1).
+bool norm_usable(const at::Tensor& like, const c10::SymInt& channels, const BatchNormArgs& bn, const Act& act);
+
+// at::batch_norm
+at::Tensor stock_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
+
+// Counts the tensors that autograd sees among a Function's arguments, in order, as needs_input_grad() does; -1 where there is none.
+struct Edges {
+  int64_t next = 0;
+  int64_t of(const at::Tensor& t) { return t.defined() ? next++ : -1; }
+  int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
+};
+
+inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
 
 inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
 inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }

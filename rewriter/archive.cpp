@@ -35,7 +35,8 @@ struct Bytes {  // a file, read at any place
 
 Bytes open_file(const std::string& path) {
   struct stat status;
-  if (stat(path.c_str(), &status) != 0) throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
+  if (stat(path.c_str(), &status) != 0)
+    throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
   if (S_ISDIR(status.st_mode)) throw Error(kBadInput, "'" + path + "' is a directory, not a file.");
   if (!S_ISREG(status.st_mode)) throw Error(kBadInput, "'" + path + "' is not a regular file.");
   Bytes bytes{std::ifstream(path, std::ios::binary), static_cast<uint64_t>(status.st_size)};
@@ -43,7 +44,8 @@ Bytes open_file(const std::string& path) {
   return bytes;
 }
 
-// Sizes and places that do not fit in 32 bits stand in the zip64 field, in this order, where the 32-bit one is all ones.
+// Sizes and places that do not fit in 32 bits stand in the zip64 field, in this order, where the 32-bit one is all
+// ones.
 void read_zip64(const std::string& extra, Record& record) {
   for (size_t at = 0; at + 4 <= extra.size();) {
     size_t id = number(&extra[at], 2), length = number(&extra[at + 2], 2), end = at + 4 + length;
@@ -81,8 +83,10 @@ Archive read_archive(const std::string& path, const std::string& what) {
     if (zip) throw broken("it is a zip file whose end, with the directory, is missing");
     // torch.save's format before PyTorch 1.6: a pickle of protocol 2 that begins with a ten-byte magic number.
     if (start.starts_with("\x80\x02\x8a\x0a"))
-      throw Error(kBadInput, "'" + path + "' was written by torch.save (a state_dict or a pickled model), not TorchScript; script the " +
-                                 "model in Python: torch.jit.script(model).save(\"model.pt\").");
+      throw Error(kBadInput,
+                  "'" + path +
+                      "' was written by torch.save (a state_dict or a pickled model), not TorchScript; script the " +
+                      "model in Python: torch.jit.script(model).save(\"model.pt\").");
     throw Error(kBadInput, "'" + path + "' is not " + what + ": it isn't a zip archive.");
   }
   uint64_t count = number(&tail[end + 10], 2), directory_size = number(&tail[end + 12], 4),
@@ -139,7 +143,8 @@ std::string read_record(const std::string& path, const Record& record) {
   auto bytes = open_file(path);
   std::string header, data;
   if (!bytes.read(record.header_offset, kHeaderSize, header) ||
-      !bytes.read(record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2), record.size, data))
+      !bytes.read(record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2), record.size,
+                  data))
     throw Error(kBadInput, "Can't read '" + path + "'.");
   return data;
 }
@@ -154,31 +159,109 @@ std::string pickle_fault(const std::string& pickle) {
     size_t fixed = 0, length_bytes = 0, pops = 0, pushes = 0;
     bool to_mark = false;
     switch (code) {
-      case '.': return "";  // STOP
-      case '(': marks.push_back(depth); break;
-      case ']': case ')': case '}': case 'N': case 0x88: case 0x89: pushes = 1; break;
-      case 't': to_mark = true; pushes = 1; break;
-      case 'e': case 'u': to_mark = true; break;
-      case 0x85: pops = 1; pushes = 1; break;
-      case 0x86: pops = 2; pushes = 1; break;
-      case 0x87: pops = 3; pushes = 1; break;
-      case 'a': case 'b': pops = 1; break;
-      case 's': pops = 2; break;
-      case 'R': case 0x81: pops = 2; pushes = 1; break;
-      case 'Q': pops = 1; pushes = 1; break;
-      case '0': pops = 1; break;
-      case 'J': fixed = 4; pushes = 1; break;
-      case 'K': fixed = 1; pushes = 1; break;
-      case 'M': fixed = 2; pushes = 1; break;
-      case 'G': fixed = 8; pushes = 1; break;
-      case 0x8a: case 0x8c: case 'C': case 'U': length_bytes = 1; pushes = 1; break;
-      case 'X': case 'B': case 'T': length_bytes = 4; pushes = 1; break;
-      case 0x8d: case 0x8e: length_bytes = 8; pushes = 1; break;
-      case 0x80: fixed = 1; break;
-      case 0x95: fixed = 8; break;
-      case 'q': fixed = 1; break;
-      case 'h': fixed = 1; pushes = 1; break;
-      case 'j': fixed = 4; pushes = 1; break;
+      case '.':
+        return "";  // STOP
+      case '(':
+        marks.push_back(depth);
+        break;
+      case ']':
+      case ')':
+      case '}':
+      case 'N':
+      case 0x88:
+      case 0x89:
+        pushes = 1;
+        break;
+      case 't':
+        to_mark = true;
+        pushes = 1;
+        break;
+      case 'e':
+      case 'u':
+        to_mark = true;
+        break;
+      case 0x85:
+        pops = 1;
+        pushes = 1;
+        break;
+      case 0x86:
+        pops = 2;
+        pushes = 1;
+        break;
+      case 0x87:
+        pops = 3;
+        pushes = 1;
+        break;
+      case 'a':
+      case 'b':
+        pops = 1;
+        break;
+      case 's':
+        pops = 2;
+        break;
+      case 'R':
+      case 0x81:
+        pops = 2;
+        pushes = 1;
+        break;
+      case 'Q':
+        pops = 1;
+        pushes = 1;
+        break;
+      case '0':
+        pops = 1;
+        break;
+      case 'J':
+        fixed = 4;
+        pushes = 1;
+        break;
+      case 'K':
+        fixed = 1;
+        pushes = 1;
+        break;
+      case 'M':
+        fixed = 2;
+        pushes = 1;
+        break;
+      case 'G':
+        fixed = 8;
+        pushes = 1;
+        break;
+      case 0x8a:
+      case 0x8c:
+      case 'C':
+      case 'U':
+        length_bytes = 1;
+        pushes = 1;
+        break;
+      case 'X':
+      case 'B':
+      case 'T':
+        length_bytes = 4;
+        pushes = 1;
+        break;
+      case 0x8d:
+      case 0x8e:
+        length_bytes = 8;
+        pushes = 1;
+        break;
+      case 0x80:
+        fixed = 1;
+        break;
+      case 0x95:
+        fixed = 8;
+        break;
+      case 'q':
+        fixed = 1;
+        break;
+      case 'h':
+        fixed = 1;
+        pushes = 1;
+        break;
+      case 'j':
+        fixed = 4;
+        pushes = 1;
+        break;
       case 'r':  // memo entries are numbered one by one, each by an opcode of its own
         if (left() >= 4 && number(&pickle[at], 4) > pickle.size()) return "a pickle in it asks for too large a table";
         fixed = 4;
@@ -191,7 +274,8 @@ std::string pickle_fault(const std::string& pickle) {
         }
         pushes = 1;
         break;
-      default: return "";
+      default:
+        return "";
     }
     if (to_mark) {
       if (marks.empty()) return "a pickle in it is inconsistent";
@@ -200,7 +284,8 @@ std::string pickle_fault(const std::string& pickle) {
     }
     if (!pop(pops)) return "a pickle in it is inconsistent";
     // Those that change what lies below: there must be something.
-    if ((code == 'a' || code == 'e' || code == 's' || code == 'u' || code == 'b' || code == 'q' || code == 'r') && depth == 0)
+    if ((code == 'a' || code == 'e' || code == 's' || code == 'u' || code == 'b' || code == 'q' || code == 'r') &&
+        depth == 0)
       return "a pickle in it is inconsistent";
     depth += pushes;
     if (left() < length_bytes) return "a pickle in it ends too early";

@@ -1,6 +1,7 @@
 #include "rewriter/diff.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/jit/api/function_impl.h>
 
 #include <dtl/dtl.hpp>
@@ -22,7 +23,8 @@ namespace {
 
 const std::string kPrefix = "_tsmem_";
 
-// "__torch__.torch.nn.modules.conv.___torch_mangle_3.Conv2d" -> "torch.nn.modules.conv.Conv2d": the numbers are given anew at each load.
+// "__torch__.torch.nn.modules.conv.___torch_mangle_3.Conv2d" -> "torch.nn.modules.conv.Conv2d": the numbers are given
+// anew at each load.
 std::string unmangled(std::string name) {
   for (size_t at; (at = name.find("___torch_mangle_")) != name.npos;) {
     size_t dot = name.find('.', at);
@@ -47,7 +49,8 @@ std::string tensor_text(const at::Tensor& t) {
   auto plain = t.detach().cpu().contiguous();
   if (plain.numel() <= 8 && !plain.is_complex()) {
     auto values = plain.to(at::kDouble);
-    for (int64_t i = 0; i < values.numel(); ++i) text += (i ? ", " : ": ") + fmt::format("{}", values.data_ptr<double>()[i]);
+    for (int64_t i = 0; i < values.numel(); ++i)
+      text += (i ? ", " : ": ") + fmt::format("{}", values.data_ptr<double>()[i]);
     return text + ")";
   }
   uint64_t hash = 14695981039346656037ull;  // FNV-1a
@@ -70,7 +73,8 @@ std::string constant_text(const c10::IValue& value) {
   if (value.isBool()) return value.toBool() ? "True" : "False";
   if (value.isDouble()) return real(value.toDouble());
   if (value.isTensor()) return tensor_text(value.toTensor());
-  if (value.isString()) return nlohmann::json(value.toStringRef()).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  if (value.isString())
+    return nlohmann::json(value.toStringRef()).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   if (value.isList()) return sequence(value.toListRef(), '[', ']');
   if (value.isTuple()) return sequence(value.toTupleRef().elements(), '(', ')');
   if (value.isObject()) return unmangled(value.type()->repr_str());
@@ -97,7 +101,8 @@ struct Line {
   std::string text(const std::function<std::string(const Value*)>& name) const {
     std::string result;
     for (auto& piece : pieces)
-      result += std::holds_alternative<std::string>(piece) ? std::get<std::string>(piece) : name(std::get<const Value*>(piece));
+      result += std::holds_alternative<std::string>(piece) ? std::get<std::string>(piece)
+                                                           : name(std::get<const Value*>(piece));
     return result;
   }
 };
@@ -119,7 +124,9 @@ class Printer {
     result("return", graph.outputs(), 1);
   }
 
-  bool is_self(const Value* v) const { return !graph_.inputs().empty() && v == graph_.inputs()[0] && v->type()->cast<c10::ClassType>(); }
+  bool is_self(const Value* v) const {
+    return !graph_.inputs().empty() && v == graph_.inputs()[0] && v->type()->cast<c10::ClassType>();
+  }
 
   std::vector<Line> lines;
 
@@ -133,11 +140,15 @@ class Printer {
 
   bool inlined(const Node* n) const {
     switch (n->kind()) {
-      case prim::Constant: return true;
-      case prim::GetAttr: return !assigned_.count(n->s(attr::name));  // else when it is read matters
+      case prim::Constant:
+        return true;
+      case prim::GetAttr:
+        return !assigned_.count(n->s(attr::name));  // else when it is read matters
       case prim::ListConstruct:
-      case prim::TupleConstruct: return n->output()->uses().size() == 1;
-      default: return false;
+      case prim::TupleConstruct:
+        return n->output()->uses().size() == 1;
+      default:
+        return false;
     }
   }
 
@@ -163,7 +174,8 @@ class Printer {
     }
     switch (n->kind()) {
       case prim::Constant:
-        if (auto type = v->type()->cast<FunctionType>()) return add(unmangled(type->function()->qualname().qualifiedName()));
+        if (auto type = v->type()->cast<FunctionType>())
+          return add(unmangled(type->function()->qualname().qualifiedName()));
         return add(constant_text(toIValue(v).value_or(c10::IValue())));
       case prim::GetAttr:
         expression(n->input());
@@ -195,16 +207,36 @@ class Printer {
     for (size_t i = 0; i < names.size(); ++i) {
       add((i ? ", " : "") + std::string(names[i].toUnqualString()) + "=");
       switch (n->kindOf(names[i])) {
-        case AttributeKind::i: add(fmt::format("{}", n->i(names[i]))); break;
-        case AttributeKind::f: add(real(n->f(names[i]))); break;
-        case AttributeKind::s: add(constant_text(n->s(names[i]))); break;
-        case AttributeKind::is: add(c10::str(at::IntArrayRef(n->is(names[i])))); break;
-        case AttributeKind::ss: add(fmt::format("[{}]", fmt::join(n->ss(names[i]), ", "))); break;
-        case AttributeKind::t: add(tensor_text(n->t(names[i]))); break;
-        case AttributeKind::ival: add(constant_text(n->ival(names[i]))); break;
-        case AttributeKind::ty: add(unmangled(n->ty(names[i])->repr_str())); break;
-        case AttributeKind::g: add("{" + fmt::format("{}", fmt::join(graph_lines(*n->g(names[i])), "; ")) + "}"); break;
-        default: add("..."); break;
+        case AttributeKind::i:
+          add(fmt::format("{}", n->i(names[i])));
+          break;
+        case AttributeKind::f:
+          add(real(n->f(names[i])));
+          break;
+        case AttributeKind::s:
+          add(constant_text(n->s(names[i])));
+          break;
+        case AttributeKind::is:
+          add(c10::str(at::IntArrayRef(n->is(names[i]))));
+          break;
+        case AttributeKind::ss:
+          add(fmt::format("[{}]", fmt::join(n->ss(names[i]), ", ")));
+          break;
+        case AttributeKind::t:
+          add(tensor_text(n->t(names[i])));
+          break;
+        case AttributeKind::ival:
+          add(constant_text(n->ival(names[i])));
+          break;
+        case AttributeKind::ty:
+          add(unmangled(n->ty(names[i])->repr_str()));
+          break;
+        case AttributeKind::g:
+          add("{" + fmt::format("{}", fmt::join(graph_lines(*n->g(names[i])), "; ")) + "}");
+          break;
+        default:
+          add("...");
+          break;
       }
     }
     add("]");
@@ -328,14 +360,16 @@ void name_all(const Printer& printer, Names& names, std::set<std::string>& taken
       if (!names.count(v)) give_name(v, printer.is_self(v) ? "self" : "%" + stem(v), names, taken);
 }
 
-// Both graphs' lines. Values of `b` have the names of those of `a` that their lines correspond to, so that only real changes differ.
+// Both graphs' lines. Values of `b` have the names of those of `a` that their lines correspond to, so that only real
+// changes differ.
 void compare_graphs(const Graph& a, const Graph& b, MethodDiff& d) {
   Printer pa(a), pb(b);
   Names names_a, names_b;
   std::set<std::string> taken;
   name_all(pa, names_a, taken);
   // The first line has the inputs, which correspond whatever their types.
-  for (size_t i = 0; i < std::min(a.inputs().size(), b.inputs().size()); ++i) names_b[b.inputs()[i]] = names_a[a.inputs()[i]];
+  for (size_t i = 0; i < std::min(a.inputs().size(), b.inputs().size()); ++i)
+    names_b[b.inputs()[i]] = names_a[a.inputs()[i]];
   auto keys = [](const std::vector<Line>& lines) {
     std::vector<std::string> result;
     for (auto& line : lines) result.push_back(line.text([](const Value*) { return "%"; }));
@@ -345,31 +379,86 @@ void compare_graphs(const Graph& a, const Graph& b, MethodDiff& d) {
   alignment.onHuge();
   alignment.compose();
   size_t i = 0, j = 0;
+  const Line *removed = nullptr, *added = nullptr;  // the last ones since the lines last agreed
+  auto correspond = [&](const Line& x, const Line& y) {
+    for (size_t k = 0; k < x.defines.size(); ++k) names_b.emplace(y.defines[k], names_a[x.defines[k]]);
+  };
+  // What replaces something else takes its results' names, so that the lines that use them stay the same.
+  auto replaced = [&] {
+    if (removed && added && removed->defines.size() == added->defines.size()) correspond(*removed, *added);
+    removed = added = nullptr;
+  };
   for (auto& [key, info] : alignment.getSes().getSequence()) {
-    if (info.type == dtl::SES_COMMON)
-      for (size_t k = 0; k < pa.lines[i].defines.size(); ++k)
-        names_b.emplace(pb.lines[j].defines[k], names_a[pa.lines[i].defines[k]]);
-    i += info.type != dtl::SES_ADD;
-    j += info.type != dtl::SES_DELETE;
+    if (info.type == dtl::SES_COMMON) {
+      replaced();
+      correspond(pa.lines[i++], pb.lines[j++]);
+    } else if (info.type == dtl::SES_DELETE) {
+      removed = &pa.lines[i++];
+    } else {
+      added = &pb.lines[j++];
+    }
   }
+  replaced();
   name_all(pb, names_b, taken);
   d.a = texts(pa.lines, names_a);
   d.b = texts(pb.lines, names_b);
 }
 
-// Operators and calls, however deep in branches; what only moves values about is left out.
-void count_ops(const Block* b, std::map<std::string, int>& counts, int sign) {
-  for (const Node* n : b->nodes()) {
-    if (n->kind() == prim::CallMethod) counts["call " + called_method_class(n) + "." + n->s(attr::name)] += sign;
-    else if (auto function = called_function(n)) counts["call " + function->name()] += sign;
-    else if (!n->kind().is_prim()) counts[n->kind().toQualString()] += sign;
-    for (const Block* inner : n->blocks()) count_ops(inner, counts, sign);
-  }
-}
-
 const Graph* graph_of(Function* f) {
   auto g = f ? tryToGraphFunction(*f) : nullptr;
   return g ? g->graph().get() : nullptr;
+}
+
+// Operators, and calls with what they call, however deep in branches; what only moves values about is left out.
+struct Ops {
+  std::map<std::string, int> ops;
+  std::map<std::string, std::vector<Function*>> calls;
+
+  void add(const Block* b) {
+    for (const Node* n : b->nodes()) {
+      if (n->kind() == prim::CallMethod) {
+        auto type = n->input(0)->type()->cast<c10::ClassType>();  // else an interface
+        calls[called_method_class(n) + "." + n->s(attr::name)].push_back(type ? type->findMethod(n->s(attr::name))
+                                                                              : nullptr);
+      } else if (auto function = called_function(n)) {
+        calls[function->name()].push_back(function);
+      } else if (!n->kind().is_prim()) {
+        ++ops[n->kind().toQualString()];
+      }
+      for (const Block* inner : n->blocks()) add(inner);
+    }
+  }
+
+  // Puts a call's contents in its place.
+  void expand(const std::string& call) {
+    Function* f = calls[call].back();
+    calls[call].pop_back();
+    if (auto g = graph_of(f))
+      add(g->block());
+    else
+      ++ops["call " + call];
+  }
+};
+
+// What `a` has more of, and `b`. Of calls that only one has, the contents count: a call that was replaced by the
+// operators that it makes is no change.
+void compare_ops(Ops a, Ops b, MethodDiff& d) {
+  std::set<std::string> names;
+  for (bool again = true; again;) {
+    again = false;
+    names.clear();
+    for (auto side : {&a, &b})
+      for (auto& [name, functions] : side->calls) names.insert(name);
+    for (auto& name : names)
+      while (a.calls[name].size() != b.calls[name].size()) {
+        (a.calls[name].size() > b.calls[name].size() ? a : b).expand(name);
+        again = true;
+      }
+  }
+  for (auto& [op, n] : a.ops)
+    if (int less = n - b.ops[op]; less > 0) d.removed_ops[op] = less;
+  for (auto& [op, n] : b.ops)
+    if (int more = n - a.ops[op]; more > 0) d.added_ops[op] = more;
 }
 
 // One method's comparison; either may be missing.
@@ -385,13 +474,10 @@ MethodDiff compare(Function* a, Function* b, const std::string& name) {
     if (ga) d.a = graph_lines(*ga);
     if (gb) d.b = graph_lines(*gb);
   }
-  std::map<std::string, int> counts;
-  if (ga) count_ops(ga->block(), counts, -1);
-  if (gb) count_ops(gb->block(), counts, 1);
-  for (auto& [op, n] : counts) {
-    if (n < 0) d.removed_ops[op] = -n;
-    if (n > 0) d.added_ops[op] = n;
-  }
+  Ops ops_a, ops_b;
+  if (ga) ops_a.add(ga->block());
+  if (gb) ops_b.add(gb->block());
+  if (d.status != "same") compare_ops(std::move(ops_a), std::move(ops_b), d);
   return d;
 }
 
@@ -399,7 +485,8 @@ std::vector<Function*> functions_of(const c10::ClassType* type) {
   std::vector<Function*> all;
   if (!type) return all;
   all = type->methods();
-  for (auto hooks : {&type->getForwardPreHooks(), &type->getForwardHooks()}) all.insert(all.end(), hooks->begin(), hooks->end());
+  for (auto hooks : {&type->getForwardPreHooks(), &type->getForwardHooks()})
+    all.insert(all.end(), hooks->begin(), hooks->end());
   return all;
 }
 
@@ -438,7 +525,8 @@ struct Pair {  // classes that stand at the same places of the two trees; one ma
 std::vector<Pair> pair_classes(const Module& a, const Module& b) {
   std::vector<Pair> pairs;
   std::map<std::pair<const c10::ClassType*, const c10::ClassType*>, size_t> index;
-  std::function<void(const Module*, const Module*, const std::string&)> walk = [&](const Module* x, const Module* y, const std::string& path) {
+  std::function<void(const Module*, const Module*, const std::string&)> walk = [&](const Module* x, const Module* y,
+                                                                                   const std::string& path) {
     auto tx = x ? x->type().get() : nullptr, ty = y ? y->type().get() : nullptr;
     auto [it, is_new] = index.emplace(std::make_pair(tx, ty), pairs.size());
     if (is_new) pairs.push_back({tx, ty, {}});
@@ -476,7 +564,9 @@ std::string ops_text(const std::map<std::string, int>& ops) {
   return text;
 }
 
-std::string painted(const std::string& text, const char* code, bool color) { return color ? "\033[" + std::string(code) + "m" + text + "\033[0m" : text; }
+std::string painted(const std::string& text, const char* code, bool color) {
+  return color ? "\033[" + std::string(code) + "m" + text + "\033[0m" : text;
+}
 
 std::string hunks_text(const MethodDiff& d, bool color) {
   dtl::Diff<std::string> lines(d.a, d.b);
@@ -491,7 +581,8 @@ std::string hunks_text(const MethodDiff& d, bool color) {
   for (auto& hunk : lines.getUniHunks()) {
     text += painted(fmt::format("@@ -{},{} +{},{} @@", hunk.a, hunk.b, hunk.c, hunk.d), "36", color) + "\n";
     for (auto part : {&hunk.common[0], &hunk.change, &hunk.common[1]})
-      for (auto& [line, info] : *part) put(line, info.type == dtl::SES_DELETE ? '-' : info.type == dtl::SES_ADD ? '+' : ' ');
+      for (auto& [line, info] : *part)
+        put(line, info.type == dtl::SES_DELETE ? '-' : info.type == dtl::SES_ADD ? '+' : ' ');
   }
   return text;
 }
@@ -547,7 +638,8 @@ std::vector<MethodDiff> diff(const Module& a, const Module& b, const std::string
   }
   if (!method.empty() && !known.count(method)) {
     auto near = nearest(method, {known.begin(), known.end()});
-    throw Error(kUsage, "Neither model has a method '" + method + "'" + (near.empty() ? "" : " (did you mean '" + near + "'?)") + ".");
+    throw Error(kUsage, "Neither model has a method '" + method + "'" +
+                            (near.empty() ? "" : " (did you mean '" + near + "'?)") + ".");
   }
   for (auto& [name, fa] : functions_a) {
     auto it = functions_b.find(name);
@@ -575,29 +667,58 @@ size_t kept_methods(const Module& module) {
   return n;
 }
 
-std::string render_text(const std::vector<MethodDiff>& d, bool stat_only, bool color) {
+MethodDiff total_difference(const Module& a, const Module& b, const std::string& method) {
+  MethodDiff d;
+  d.method = method;
+  auto all = [&](const Module& m) {
+    Ops ops;
+    if (auto found = m.find_method(method))
+      if (auto g = graph_of(&found->function())) ops.add(g->block());
+    for (bool again = true; again;) {
+      again = false;
+      for (auto& [name, functions] : std::map(ops.calls))
+        for (size_t i = 0; i < functions.size(); ++i, again = true) ops.expand(name);
+    }
+    return ops;
+  };
+  compare_ops(all(a), all(b), d);
+  d.status = d.removed_ops.empty() && d.added_ops.empty() ? "same" : "changed";
+  return d;
+}
+
+std::string ops_lines(const MethodDiff& d, bool color) {
   std::string text;
-  std::map<std::string, int> removed, added;
+  if (!d.removed_ops.empty()) text += painted("  - " + ops_text(d.removed_ops), "31", color) + "\n";
+  if (!d.added_ops.empty()) text += painted("  + " + ops_text(d.added_ops), "32", color) + "\n";
+  return text;
+}
+
+std::string render_text(const std::vector<MethodDiff>& d, bool stat_only, bool color) {
+  // Classes whose changes read alike (the same layer with other constants) are shown once.
+  std::vector<std::pair<MethodDiff, std::string>> shown;
+  std::map<std::string, size_t> index;
   size_t changed = 0;
   for (auto& m : d) {
     if (m.status == "same") continue;
     ++changed;
-    for (auto& [op, n] : m.removed_ops) removed[op] += n * static_cast<int>(m.instances.size());
-    for (auto& [op, n] : m.added_ops) added[op] += n * static_cast<int>(m.instances.size());
-    auto heading = where(m) + ": " + (m.type.empty() ? "" : m.type + ".") + m.method;
-    if (m.status != "changed") heading += " (" + m.status + ")";
-    text += painted(heading, "1", color) + "\n";
-    if (!m.removed_ops.empty()) text += painted("  - " + ops_text(m.removed_ops), "31", color) + "\n";
-    if (!m.added_ops.empty()) text += painted("  + " + ops_text(m.added_ops), "32", color) + "\n";
-    if (m.removed_ops.empty() && m.added_ops.empty() && m.method != "(attributes)") text += "  the same operators, put together differently\n";
-    if (!stat_only) text += hunks_text(m, color) + "\n";
+    auto body = ops_lines(m, color);
+    if (body.empty() && m.method != "(attributes)") body = "  the same operators, put together differently\n";
+    if (!stat_only) body += hunks_text(m, color) + "\n";
+    auto [it, is_new] = index.emplace(m.type + "." + m.method + " " + m.status + "\n" + body, shown.size());
+    if (is_new)
+      shown.emplace_back(m, body);
+    else
+      shown[it->second].first.instances.insert(shown[it->second].first.instances.end(), m.instances.begin(),
+                                               m.instances.end());
   }
   if (changed == 0) return fmt::format("No difference in {} method{}.\n", d.size(), d.size() == 1 ? "" : "s");
-  text += fmt::format("{}{} of {} methods differ; over all modules:\n", stat_only ? "\n" : "", changed, d.size());
-  if (!removed.empty()) text += painted("  - " + ops_text(removed), "31", color) + "\n";
-  if (!added.empty()) text += painted("  + " + ops_text(added), "32", color) + "\n";
-  if (removed.empty() && added.empty()) text += "  the same operators\n";
-  return text;
+  std::string text;
+  for (auto& [m, body] : shown) {
+    auto heading = where(m) + ": " + (m.type.empty() ? "" : m.type + ".") + m.method;
+    if (m.status != "changed") heading += " (" + m.status + ")";
+    text += painted(heading, "1", color) + "\n" + body;
+  }
+  return text + fmt::format("{}{} of {} methods differ.\n", stat_only ? "\n" : "", changed, d.size());
 }
 
 nlohmann::json to_json(const std::vector<MethodDiff>& d) {
@@ -605,8 +726,12 @@ nlohmann::json to_json(const std::vector<MethodDiff>& d) {
   auto methods = nlohmann::json::array();
   for (auto& m : d) {
     equal &= m.status == "same";
-    methods.push_back({{"path", m.path}, {"method", m.method}, {"status", m.status}, {"removed_ops", m.removed_ops},
-                       {"added_ops", m.added_ops}, {"instances", m.instances}});
+    methods.push_back({{"path", m.path},
+                       {"method", m.method},
+                       {"status", m.status},
+                       {"removed_ops", m.removed_ops},
+                       {"added_ops", m.added_ops},
+                       {"instances", m.instances}});
   }
   return {{"equal", equal}, {"methods", methods}};
 }

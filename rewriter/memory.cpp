@@ -2,16 +2,19 @@
 
 #include <ATen/Context.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
+#include <torch/csrc/jit/serialization/import.h>
 
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <sstream>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -46,10 +49,17 @@ void synchronize(c10::Device device) {
   if (device.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(device.index());
 }
 
+// An op by its name and how often it had run before.
+using Nth = std::pair<std::string, size_t>;
+
 // Where an allocation comes from.
 struct Origin {
   std::string module, op;
+  std::vector<Nth> ops;  // where the module is a guess: the ops that run, outermost first
 };
+
+// The module of every op of a forward pass: op name -> module of each of its runs, where known.
+using OpModules = std::map<std::string, std::vector<std::optional<std::string>>>;
 
 // The path of the module whose method runs, from the interpreter's call stack. Its entries name an instance by its last
 // name alone
@@ -59,10 +69,13 @@ class ModulePaths {
  public:
   explicit ModulePaths(const torch::jit::Module& root) : root_(root) {}
 
-  std::string current() {
+  // Nothing inside a graph that TorchScript has differentiated, whose nodes have forgotten where they come from.
+  std::optional<std::string> current() {
     auto names = torch::jit::currentModuleHierarchy();
     if (names.empty()) return "";
+    if (names[0].starts_with("TOP()::")) return {};
     auto calls = torch::jit::currentCallstack();
+    std::reverse(calls.begin(), calls.end());  // innermost first, unlike the names
     std::lock_guard lock(mutex_);
     std::string path;
     auto object = root_._ivalue();
@@ -121,6 +134,7 @@ struct Frame {  // one at::RecordFunction that runs
   std::string name;
   int64_t sequence;
   at::RecordScope scope;
+  size_t ordinal = 0;  // of an op: how many of its name ran before
 };
 thread_local std::vector<Frame> frames;
 
@@ -129,6 +143,8 @@ struct Allocation {
   Origin origin;
   bool backward;
   bool alive_after_forward = false;
+  int64_t node = -1;  // in backward: the autograd node's sequence number
+  std::string inner;  // and the op that runs in it
 };
 
 class Recorder : public c10::MemoryReportingInfoBase {
@@ -145,19 +161,24 @@ class Recorder : public c10::MemoryReportingInfoBase {
     Origin origin = bytes > 0 ? here() : Origin();
     std::lock_guard lock(mutex_);
     if (paused_) return;
+    size_t index = kUnknown;
     if (bytes > 0) {
-      live_[ptr] = allocations_.size();
+      live_[ptr] = index = allocations_.size();
       allocations_.push_back({bytes, origin, backward_});
+      if (backward_) {
+        allocations_.back().node = node_sequence();
+        allocations_.back().inner = inner_op();
+      }
     } else if (auto it = live_.find(ptr); it != live_.end()) {
-      origin = allocations_[it->second].origin;
+      index = it->second;
       // What is still alive when the step has ended was kept by something else than backward (a cache, an attribute).
-      if (allocations_[it->second].alive_after_forward) freed_.push_back(it->second);
+      if (allocations_[index].alive_after_forward) freed_.push_back(index);
       live_.erase(it);
     }
     if (backward_done_) return;
     now_ += bytes;
     peak_ = std::max(peak_, now_);
-    events_.push_back({seconds_since(start_), bytes, backward_, origin.module, origin.op});
+    events_.push_back({{seconds_since(start_), bytes, backward_, "", ""}, index});
   }
 
   // Ends the forward phase; `exclude`: storages that are not kept for backward (outputs, attributes of the module).
@@ -178,12 +199,61 @@ class Recorder : public c10::MemoryReportingInfoBase {
   }
 
   void enter(const at::RecordFunction& f) {
+    bool nested = f.scope() == at::RecordScope::TORCHSCRIPT_FUNCTION;
     frames.push_back({f.name(), f.seqNr(), f.scope()});
-    if (f.seqNr() < 0 || f.scope() == at::RecordScope::BACKWARD_FUNCTION) return;
+    if (f.scope() == at::RecordScope::BACKWARD_FUNCTION) return;
+    if (nested) {
+      std::lock_guard lock(mutex_);
+      // The node of a differentiated graph was made just before its forward began.
+      if (!backward_ && frames.back().name == "<forward op>")
+        graphs_[static_cast<int64_t>(at::sequence_number::peek()) - 1];
+      return;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      if (backward_) return;
+      frames.back().ordinal = op_modules_[f.name()].size();
+      op_modules_[f.name()].emplace_back(std::nullopt);
+    }
     auto origin = here();
     std::lock_guard lock(mutex_);
+    if (origin.ops.empty()) op_modules_[f.name()][frames.back().ordinal] = origin.module;
+    if (!origin.ops.empty() && !graphs_.empty()) graphs_.rbegin()->second.push_back(origin);
     // An op that makes no autograd node leaves its number to the next one, so the last to show it is the node's op.
-    if (!backward_) by_sequence_[f.seqNr()] = origin;
+    if (f.seqNr() >= 0) by_sequence_[f.seqNr()] = origin;
+  }
+
+  // Whether ops ran whose module is not known.
+  bool guessed() const { return !graphs_.empty(); }
+
+  const OpModules& op_modules() const { return op_modules_; }
+
+  // Puts modules in the place of guesses, from a run of the same step without differentiated graphs, and then in
+  // backward.
+  void resolve(const OpModules& known) {
+    auto settle = [&](Origin& origin) {
+      for (auto& [name, n] : origin.ops) {
+        auto it = known.find(name);
+        // The n-th run of an op is the same one only where both runs have equally many.
+        if (it == known.end() || it->second.size() != op_modules_[name].size()) continue;
+        if (!it->second[n]) continue;
+        origin.module = *it->second[n];
+        break;
+      }
+      origin.ops.clear();
+    };
+    for (auto& a : allocations_)
+      if (!a.backward) settle(a.origin);
+    for (auto& [_, ops] : graphs_)
+      for (auto& o : ops) settle(o);
+    for (auto& [_, o] : by_sequence_) settle(o);
+    for (auto& a : allocations_)
+      if (a.backward) a.origin.module = backward_module(a);
+    for (auto& e : events_)
+      if (e.index != kUnknown) {
+        e.event.module = allocations_[e.index].origin.module;
+        e.event.op = allocations_[e.index].origin.op;
+      }
   }
 
   // Moves what was recorded into a profile.
@@ -210,28 +280,63 @@ class Recorder : public c10::MemoryReportingInfoBase {
     }
     for (auto& [_, op] : ops) p.ops.push_back(op);
     std::stable_sort(p.ops.begin(), p.ops.end(), [](auto& a, auto& b) { return a.saved_bytes > b.saved_bytes; });
-    p.timeline = std::move(events_);
+    for (auto& e : events_) p.timeline.push_back(std::move(e.event));
   }
 
  private:
+  static constexpr size_t kUnknown = static_cast<size_t>(-1);
+  struct IndexedEvent {
+    Event event;
+    size_t index;  // of its allocation
+  };
+
+  static const Frame* first(at::RecordScope scope) {
+    for (auto& f : frames)
+      if (f.scope == scope && !f.name.starts_with("autograd::engine::")) return &f;
+    return nullptr;
+  }
+
+  static int64_t node_sequence() {
+    auto* node = first(at::RecordScope::BACKWARD_FUNCTION);
+    return node ? node->sequence : -1;
+  }
+
+  static std::string inner_op() {
+    auto* op = first(at::RecordScope::FUNCTION);
+    return op ? op->name : "";
+  }
+
   Origin here() {
-    const Frame* op = nullptr;
-    const Frame* node = nullptr;
-    for (auto& f : frames) {
-      if (f.scope == at::RecordScope::BACKWARD_FUNCTION && !node) node = &f;
-      if (f.scope == at::RecordScope::FUNCTION && !op && !f.name.starts_with("autograd::engine::")) op = &f;
-    }
+    auto* node = first(at::RecordScope::BACKWARD_FUNCTION);
     Origin origin;
-    origin.op = node ? node->name : op ? op->name : "";
     if (node) {
-      std::lock_guard lock(mutex_);
-      // A node that no op showed (those of TorchScript's own differentiation) belongs to the op before it.
-      auto it = by_sequence_.upper_bound(node->sequence);
-      if (node->sequence >= 0 && it != by_sequence_.begin()) origin.module = std::prev(it)->second.module;
+      origin.op = node->name.substr(node->name.rfind(':') + 1);
+      return origin;
+    }
+    origin.op = inner_op();
+    auto module = paths_.current();
+    std::lock_guard lock(mutex_);
+    if (module) {
+      origin.module = last_module_ = *module;
     } else {
-      origin.module = paths_.current();
+      origin.module = last_module_;
+      for (auto& f : frames)
+        if (f.scope == at::RecordScope::FUNCTION) origin.ops.emplace_back(f.name, f.ordinal);
     }
     return origin;
+  }
+
+  // The module of the forward op that made the node.
+  std::string backward_module(const Allocation& a) const {
+    if (a.node < 0) return "";
+    if (auto graph = graphs_.find(a.node); graph != graphs_.end() && !graph->second.empty()) {
+      // "aten::_batch_norm_impl_index_backward" belongs to "aten::_batch_norm_impl_index".
+      for (auto op = graph->second.rbegin(); op != graph->second.rend(); ++op)
+        if (!op->op.empty() && a.inner.starts_with(op->op)) return op->module;
+      return graph->second.back().module;
+    }
+    auto it = by_sequence_.upper_bound(a.node);
+    return it == by_sequence_.begin() ? "" : std::prev(it)->second.module;
   }
 
   const c10::DeviceType device_;
@@ -244,7 +349,11 @@ class Recorder : public c10::MemoryReportingInfoBase {
   std::unordered_map<void*, size_t> live_;  // pointer -> index in allocations_
   std::vector<size_t> freed_;               // alive after forward, and given back since
   std::map<int64_t, Origin> by_sequence_;   // autograd sequence number -> forward op
-  std::vector<Event> events_;
+  std::map<int64_t, std::vector<Origin>>
+      graphs_;  // sequence number of a differentiated graph's node -> its forward ops
+  OpModules op_modules_;
+  std::string last_module_;
+  std::vector<IndexedEvent> events_;
 };
 
 // Observes ops on this thread and on those that inherit its state, while it lives.
@@ -259,7 +368,8 @@ class OpObserver {
                                              [](const at::RecordFunction&, at::ObserverContext*) {
                                                if (recorder() && !frames.empty()) frames.pop_back();
                                              })
-                                             .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+                                             .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
+                                                      at::RecordScope::TORCHSCRIPT_FUNCTION}));
   }
   ~OpObserver() {
     at::removeCallback(handle_);
@@ -493,16 +603,29 @@ Profile profile(torch::jit::Module& module, const std::vector<IValue>& inputs, c
   p.parameter_bytes = storage_bytes(parameters);
 
   TrainingStep step(module, inputs, options);
+  auto record = [&](TrainingStep& step, const torch::jit::Module& m) {
+    auto recorder = std::make_shared<Recorder>(c10::Device(options.device).type(), m);
+    RecordedStep recorded(recorder, m);
+    p.has_backward = step.run(recorded);
+    recorded.stop();
+    return recorder;
+  };
   for (int i = 0; i < options.warmup; ++i) {
     say(fmt::format("warm-up step {} of {}", i + 1, options.warmup));
     step.run();
   }
   say("recording a step");
-  auto recorder = std::make_shared<Recorder>(c10::Device(options.device).type(), module);
-  {
-    RecordedStep recorded(recorder, module);
-    p.has_backward = step.run(recorded);
-    recorded.stop();
+  auto recorder = record(step, module);
+  if (recorder->guessed()) {
+    // In its first call each op knows its module. That of a copy: the measured module is called as its user would.
+    say("finding the modules of differentiated graphs");
+    std::stringstream bytes;
+    module.save(bytes);
+    auto copy = torch::jit::load(bytes, c10::Device(options.device));
+    TrainingStep first(copy, inputs, options);
+    recorder->resolve(record(first, copy)->op_modules());
+  } else {
+    recorder->resolve({});
   }
   recorder->report(p, index);
   if (options.timing) {

@@ -23,7 +23,8 @@ namespace {
 // What a file of torch.save or torch.export is, "" for TorchScript.
 std::string other_kind(const std::string& path, const Archive& archive) {
   if (archive.has("constants.pkl") || archive.has("model.json")) return "";
-  if (archive.has("archive_format") || archive.has("models/model.json") || archive.has("serialized_exported_program.json"))
+  if (archive.has("archive_format") || archive.has("models/model.json") ||
+      archive.has("serialized_exported_program.json"))
     return "is an archive of torch.export, not TorchScript";
   auto pickle = archive.records.find("data.pkl");
   if (pickle == archive.records.end()) return "is a zip archive, but not a TorchScript file";
@@ -53,13 +54,16 @@ Error load_error(const std::string& path, const std::exception& e) {
   auto op = between(text, "Unknown builtin op: ", "\n");
   while (op.ends_with('.')) op.pop_back();
   if (op.starts_with("tsmem::"))
-    return Error(kBadInput, "'" + path + "' needs the operator " + op + ", which tsmem " TSMEM_VERSION
-                            " does not have; use the version of tsmem that wrote it, or a later one.");
+    return Error(kBadInput, "'" + path + "' needs the operator " + op +
+                                ", which tsmem " TSMEM_VERSION
+                                " does not have; use the version of tsmem that wrote it, or a later one.");
   if (!op.empty())
-    return Error(kBadInput, "'" + path + "' uses the custom operator " + op + "; name the library that defines it with --ops LIB.so.");
+    return Error(kBadInput, "'" + path + "' uses the custom operator " + op +
+                                "; name the library that defines it with --ops LIB.so.");
   auto type = between(text, "__torch__.torch.classes.", " '\"\n:(),");
   if (!type.empty())
-    return Error(kBadInput, "'" + path + "' uses the custom class " + type + "; name the library that defines it with --ops LIB.so.");
+    return Error(kBadInput, "'" + path + "' uses the custom class " + type +
+                                "; name the library that defines it with --ops LIB.so.");
   auto why = sentence(e);
   while (why.ends_with('.')) why.pop_back();
   return Error(kBadInput, "PyTorch can't load '" + path + "': " + why + ".");
@@ -95,13 +99,15 @@ class NewFile {
     temporary = nullptr;
   }
 
-  // Never fails by itself: PyTorch's writer ends the process when its callback fails. The first error is kept for check().
+  // Never fails by itself: PyTorch's writer ends the process when its callback fails. The first error is kept for
+  // check().
   void write(const void* data, size_t size) {
     auto at = static_cast<const char*>(data);
     while (size > 0 && error_ == 0) {
       ssize_t n = ::write(fd_, at, std::min<size_t>(size, 1 << 30));
       if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) error_ = n < 0 ? errno : ENOSPC;
+      if (n <= 0)
+        error_ = n < 0 ? errno : ENOSPC;
       else {
         at += n;
         size -= static_cast<size_t>(n);
@@ -164,7 +170,8 @@ class NewFile {
 ModelFile load_model(const std::string& path, const std::string& device) {
   auto archive = read_archive(path);
   if (auto kind = other_kind(path, archive); !kind.empty())
-    throw Error(kBadInput, "'" + path + "' " + kind + "; script the model in Python: torch.jit.script(model).save(\"model.pt\").");
+    throw Error(kBadInput,
+                "'" + path + "' " + kind + "; script the model in Python: torch.jit.script(model).save(\"model.pt\").");
   check_pickles(path, archive);
   ModelFile file{path, {}, {}};
   for (auto& [name, record] : archive.records)
@@ -198,7 +205,8 @@ void check_output(const std::string& path, bool force) {
   if (parent.empty()) parent = ".";
   if (!fs::is_directory(parent, error))
     throw Error(kBadInput, "Can't write '" + path + "': there is no directory '" + parent.string() + "'.");
-  if (access(parent.c_str(), W_OK) != 0) throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(errno) + ".");
+  if (access(parent.c_str(), W_OK) != 0)
+    throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(errno) + ".");
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -249,8 +257,10 @@ void save_text(const std::string& text, const std::string& path) {
     for (size_t at = 0; good && at < text.size();) {
       ssize_t n = write(fd, text.data() + at, text.size() - at);
       if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) good = false;
-      else at += static_cast<size_t>(n);
+      if (n <= 0)
+        good = false;
+      else
+        at += static_cast<size_t>(n);
     }
     int failure = errno;
     if (fd >= 0) close(fd);

@@ -220,6 +220,11 @@ double epsilon_of(const Module& m, const std::vector<IValue>& inputs) {
   return any ? e : epsilon_of(at::kFloat);
 }
 
+// A model's own message, at the end of a sentence, may have no full stop.
+std::string ended(const std::string& text) {
+  return text.empty() || std::string(".!?").find(text.back()) != std::string::npos ? text : fmt::format("{}.", text);
+}
+
 class Verifier {
  public:
   Verifier(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options)
@@ -250,11 +255,13 @@ class Verifier {
   void say(const std::string& text) {
     if (options_.progress) options_.progress(text);
   }
-  void differs(const std::string& text) {
+  void differs(const std::string& message) {
+    auto text = ended(message);
     if (std::find(r_.differences.begin(), r_.differences.end(), text) == r_.differences.end())
       r_.differences.push_back(text);
   }
-  void note(const std::string& text) {
+  void note(const std::string& message) {
+    auto text = ended(message);
     if (std::find(r_.notes.begin(), r_.notes.end(), text) == r_.notes.end()) r_.notes.push_back(text);
   }
 

@@ -267,7 +267,7 @@ static void act_backward(const A* pre, const A* grad, A* out, int64_t n, const A
 
 // flags[i] = 1 where the derivative of a one_bit activation is slopes(act).on, else 0.
 template <class A>
-static void act_flags(const A* __restrict x, uint8_t* __restrict flags, int64_t n, const Act& act) {
+static inline void act_flags(const A* __restrict x, uint8_t* __restrict flags, int64_t n, const Act& act) {
   const A a = static_cast<A>(act.a), b = static_cast<A>(act.b);
   switch (act.kind) {
     case ActKind::relu:
@@ -290,7 +290,7 @@ static void act_flags(const A* __restrict x, uint8_t* __restrict flags, int64_t 
 // --- Bits -----------------------------------------------------------------------------------------------------------------------
 
 // Bit i of the packed bytes is flags[i]; flags has room for 7 more elements, which are set to 0.
-static void pack_bits(uint8_t* __restrict flags, uint8_t* __restrict bits, int64_t n) {
+static inline void pack_bits(uint8_t* __restrict flags, uint8_t* __restrict bits, int64_t n) {
   for (int64_t i = n; i & 7; ++i) flags[i] = 0;
   for (int64_t i = 0; i < n; i += 8) {
     uint64_t eight;
@@ -300,7 +300,7 @@ static void pack_bits(uint8_t* __restrict flags, uint8_t* __restrict bits, int64
 }
 
 // The reverse; writes up to 7 elements more than n.
-static void unpack_bits(const uint8_t* __restrict bits, uint8_t* __restrict flags, int64_t n) {
+static inline void unpack_bits(const uint8_t* __restrict bits, uint8_t* __restrict flags, int64_t n) {
   for (int64_t i = 0; i < n; i += 8) {
     const uint64_t byte = bits[i >> 3];
     // Bit i moves to byte i: the low seven bits by one multiplication, the eighth apart.

@@ -12,12 +12,23 @@
 namespace tsmem {
 namespace {
 
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
 
-template <class T> struct Compute { using type = float; };
-template <> struct Compute<double> { using type = double; };
-template <class T> using compute_t = typename Compute<T>::type;
+template <class T>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+template <class T>
+using compute_t = typename Compute<T>::type;
 
 inline float to_compute(float x) { return x; }
 inline double to_compute(double x) { return x; }
@@ -82,10 +93,14 @@ inline void store(const compute_t<T>* from, T* to, int64_t n) {
 template <class F>
 inline void with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
-    case Dtype::f32: return f(static_cast<float*>(nullptr));
-    case Dtype::f64: return f(static_cast<double*>(nullptr));
-    case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
-    case Dtype::f16: return f(static_cast<f16*>(nullptr));
+    case Dtype::f32:
+      return f(static_cast<float*>(nullptr));
+    case Dtype::f64:
+      return f(static_cast<double*>(nullptr));
+    case Dtype::bf16:
+      return f(static_cast<bf16*>(nullptr));
+    case Dtype::f16:
+      return f(static_cast<f16*>(nullptr));
   }
 }
 

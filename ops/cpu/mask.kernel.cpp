@@ -9,13 +9,15 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are converted at once: stays in the first-level cache
 
-// The bits of eight values. The comparisons are stock's: NaN passes a relu's and a threshold's gradient, and no other's.
+// The bits of eight values. The comparisons are stock's: NaN passes a relu's and a threshold's gradient, and no
+// other's.
 template <class C>
 inline uint8_t bits_of(const C* x, ActKind kind, C a, C b) {
 #if defined(__AVX2__)
   if constexpr (sizeof(C) == 4) {
     const __m256 v = _mm256_loadu_ps(x), lo = _mm256_set1_ps(a), hi = _mm256_set1_ps(b);
-    if (kind == ActKind::relu || kind == ActKind::threshold) return _mm256_movemask_ps(_mm256_cmp_ps(v, lo, _CMP_NLE_UQ));
+    if (kind == ActKind::relu || kind == ActKind::threshold)
+      return _mm256_movemask_ps(_mm256_cmp_ps(v, lo, _CMP_NLE_UQ));
     const __m256 above = _mm256_cmp_ps(v, lo, _CMP_GT_OQ);
     if (kind == ActKind::leaky_relu) return _mm256_movemask_ps(above);
     return _mm256_movemask_ps(_mm256_and_ps(above, _mm256_cmp_ps(v, hi, _CMP_LT_OQ)));
@@ -51,9 +53,12 @@ inline uint8_t bits_of(const C* x, ActKind kind, C a, C b) {
 template <class C>
 inline C value_of(C x, ActKind kind, C a, C b) {
   switch (kind) {
-    case ActKind::relu: return x < 0 ? C(0) : x;
-    case ActKind::threshold: return x <= a ? b : x;
-    case ActKind::leaky_relu: return x > 0 ? x : x * a;
+    case ActKind::relu:
+      return x < 0 ? C(0) : x;
+    case ActKind::threshold:
+      return x <= a ? b : x;
+    case ActKind::leaky_relu:
+      return x > 0 ? x : x * a;
     default: {
       const C low = x < a ? a : x;
       return low > b ? b : low;
@@ -98,7 +103,8 @@ inline void apply_eight(const C* grad, uint8_t bits, C* out, C on, C off, bool z
     const __m256i which = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), which), which));
     const __m256 g = _mm256_loadu_ps(grad), yes = _mm256_mul_ps(g, _mm256_set1_ps(on));
-    _mm256_storeu_ps(out, zero ? _mm256_and_ps(set, yes) : _mm256_blendv_ps(_mm256_mul_ps(g, _mm256_set1_ps(off)), yes, set));
+    _mm256_storeu_ps(
+        out, zero ? _mm256_and_ps(set, yes) : _mm256_blendv_ps(_mm256_mul_ps(g, _mm256_set1_ps(off)), yes, set));
     return;
   }
 #endif
@@ -114,13 +120,15 @@ void apply(const Act& act, const T* grad, const uint8_t* mask, T* out, int64_t n
   C on = 1, off = 0;
   const bool zero = act.kind != ActKind::leaky_relu;
   if (!zero) off = static_cast<C>(act.a);
-  if (act.kind == ActKind::hardsigmoid) on = static_cast<C>(1.0f / 6.0f);  // stock's constant is a float for doubles, too
+  if (act.kind == ActKind::hardsigmoid)
+    on = static_cast<C>(1.0f / 6.0f);  // stock's constant is a float for doubles, too
   C in[kBlock], done[kBlock];
   for (int64_t start = 0; start < n; start += kBlock, mask += kBlock / 8) {
     const int64_t count = std::min(kBlock, n - start);
     if constexpr (std::is_same_v<T, C>) {
       if (count % 8 == 0) {
-        for (int64_t i = 0; i < count; i += 8) apply_eight(grad + start + i, mask[i / 8], out + start + i, on, off, zero);
+        for (int64_t i = 0; i < count; i += 8)
+          apply_eight(grad + start + i, mask[i / 8], out + start + i, on, off, zero);
         continue;
       }
     }
@@ -137,11 +145,16 @@ void pack_any(Dtype dtype, const Act& act, const void* x, void* y, uint8_t* mask
     auto* from = static_cast<const T*>(x);
     auto* to = static_cast<T*>(y);
     switch (act.kind) {
-      case ActKind::relu: return pack<ActKind::relu>(act, from, to, mask, n);
-      case ActKind::hardtanh: return pack<ActKind::hardtanh>(act, from, to, mask, n);
-      case ActKind::threshold: return pack<ActKind::threshold>(act, from, to, mask, n);
-      case ActKind::leaky_relu: return pack<ActKind::leaky_relu>(act, from, to, mask, n);
-      default: return pack<ActKind::hardsigmoid, T>(act, from, nullptr, mask, n);
+      case ActKind::relu:
+        return pack<ActKind::relu>(act, from, to, mask, n);
+      case ActKind::hardtanh:
+        return pack<ActKind::hardtanh>(act, from, to, mask, n);
+      case ActKind::threshold:
+        return pack<ActKind::threshold>(act, from, to, mask, n);
+      case ActKind::leaky_relu:
+        return pack<ActKind::leaky_relu>(act, from, to, mask, n);
+      default:
+        return pack<ActKind::hardsigmoid, T>(act, from, nullptr, mask, n);
     }
   });
 }

@@ -12,12 +12,23 @@
 
 namespace tsmem {
 
-namespace baseline { extern const NormKernels norm_kernels_table; }
-namespace avx2 { extern const NormKernels norm_kernels_table; }
-namespace avx512 { extern const NormKernels norm_kernels_table; }
+#define TSMEM_TABLES(isa)                                   \
+  namespace isa {                                           \
+  extern const NormKernels norm_kernels_table;              \
+  extern const NormPoolKernels norm_pool_kernels_table;     \
+  }
+TSMEM_TABLES(baseline)
+TSMEM_TABLES(avx2)
+TSMEM_TABLES(avx512)
 
 const NormKernels& norm_kernels() {
   static const NormKernels& table = choose(baseline::norm_kernels_table, avx2::norm_kernels_table, avx512::norm_kernels_table);
+  return table;
+}
+
+const NormPoolKernels& norm_pool_kernels() {
+  static const NormPoolKernels& table =
+      choose(baseline::norm_pool_kernels_table, avx2::norm_pool_kernels_table, avx512::norm_pool_kernels_table);
   return table;
 }
 
@@ -45,8 +56,7 @@ struct Map {
     a.inner = 1;
     if (channels_last || x.dim() == 2 || numel == x.size(0) * x.size(1)) {
       a.outer = numel / std::max<int64_t>(a.channels, 1);
-      const int64_t per_byte = 8 / std::gcd(a.channels, int64_t{8});
-      a.period = a.channels * per_byte;
+      a.period = a.channels * (16 / std::gcd(a.channels, int64_t{16}));
       while (a.period < 256) a.period *= 2;
     } else {
       a.outer = x.size(0);
@@ -125,6 +135,7 @@ struct Coefficients {
   void use(NormArgs& a) const { a.mean = mean.values.data(), a.scale = scale.values.data(), a.bias = bias.values.data(); }
 };
 
+// Statistics and, where there is an output, act(pre + other).
 template <class A>
 void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_out) {
   NormArgs& a = m.args;
@@ -141,7 +152,7 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
       coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
     }
     coefficients.repeat(m);
-    m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
     return;
   }
   const double count = static_cast<double>(a.outer * a.inner);
@@ -157,7 +168,7 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
     m.parallel([&](int64_t, NormRange r) {
       kernels.stats(a, r, &means[r.c0], &m2s[r.c0]);
       for (int64_t c = r.c0; c < r.c1; ++c) finish(c);
-      kernels.apply(a, r);
+      if (a.out) kernels.apply(a, r);
     });
   } else {
     std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
@@ -175,7 +186,7 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
     }
     for (int64_t c = 0; c < a.channels; ++c) finish(c);
     coefficients.repeat(m);
-    m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
   }
   update_running(bn.running_mean, means, bn.momentum);
   for (double& v : m2s) v /= count - 1;
@@ -313,6 +324,215 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const 
   return {map(want[0]), vector(want[1]), vector(want[2]), map(want[3])};
 }
 
+// --- With max pooling -----------------------------------------------------------------------------------------------------------
+
+int position_bytes(at::IntArrayRef kernel) {
+  const int64_t window = kernel[0] * kernel[1];
+  return window <= 256 ? 1 : window <= 65536 ? 2 : 4;
+}
+at::ScalarType position_type(at::IntArrayRef kernel) {
+  const int bytes = position_bytes(kernel);
+  return bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
+}
+
+NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, at::IntArrayRef kernel, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, const Tensor& positions, bool channels_last) {
+  NormPoolArgs p;
+  p.norm = m.args;
+  p.rows = channels_last;
+  p.images = x.size(0), p.height = x.size(2), p.width = x.size(3);
+  p.out_height = out_size[0], p.out_width = out_size[1];
+  for (int d = 0; d < 2; ++d)
+    p.kernel[d] = kernel[d], p.stride[d] = stride[d], p.padding[d] = padding[d], p.dilation[d] = dilation[d];
+  p.positions = positions.numel() > 0 ? positions.data_ptr() : nullptr;
+  p.position_bytes = position_bytes(kernel);
+  return p;
+}
+
+// f(begin, end) over planes, or images with channels_last.
+template <class F>
+void parallel_planes(const NormPoolArgs& p, int64_t numel, F f) {
+  const int64_t planes = p.rows ? p.images : p.images * p.norm.channels;
+  at::parallel_for(0, planes, std::max<int64_t>(1, kSerial * planes / std::max<int64_t>(numel, 1)), f);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
+    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
+    bool training, double momentum, double eps, int64_t act, double act_a, double act_b, double act_c, at::IntArrayRef kernel,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, at::IntArrayRef out_size, bool keep_positions) {
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(4, channels_last);
+  const Tensor x = input.contiguous(format);
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  Tensor mean = at::empty({m.args.channels}, options), invstd = at::empty({m.args.channels}, options);
+  m.args.x = x.const_data_ptr();
+  const std::vector<int64_t> sizes{x.size(0), x.size(1), out_size[0], out_size[1]};
+  Tensor out = at::empty(sizes, x.options(), format);
+  Tensor positions = keep_positions ? at::empty(sizes, x.options().dtype(position_type(kernel)), format)
+                                    : at::empty({0}, x.options().dtype(position_type(kernel)));
+  with_acc(x.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    forward<A>(m, {weight, bias, running_mean, running_var, training, momentum, eps}, mean, invstd);
+    const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
+    Coefficients<A> coefficients(m);
+    for (int64_t c = 0; c < m.args.channels; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
+    coefficients.repeat(m);
+    coefficients.use(m.args);
+    m.args.out = out.mutable_data_ptr();
+    const NormPoolArgs p = pool_args(m, x, out_size, kernel, stride, padding, dilation, positions, channels_last);
+    parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().forward(p, begin, end); });
+  });
+  return {out, mean, invstd, positions};
+}
+
+std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, const Tensor& input, const OptTensor& weight,
+                                                     const OptTensor& bias, const Tensor& mean, const Tensor& invstd,
+                                                     const Tensor& positions, bool training, bool channels_last, int64_t act,
+                                                     double act_a, double act_b, double act_c, at::IntArrayRef kernel,
+                                                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                     std::array<bool, 3> want) {
+  const auto format = feature_format(4, channels_last);
+  const Tensor g = grad_output.contiguous(format), x = input.contiguous(format), taken = positions.contiguous(format);
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  m.args.x = x.const_data_ptr();
+  m.args.grad = g.const_data_ptr();
+  Tensor grads[3];
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  if (want[0]) grads[0] = at::empty_like(x, x.options(), format), m.args.out = grads[0].mutable_data_ptr();
+  for (int i : {1, 2})
+    if (want[i]) grads[i] = at::empty({m.args.channels}, options);
+  with_acc(x.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
+    Coefficients<A> coefficients(m);
+    for (int64_t c = 0; c < m.args.channels; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
+    coefficients.repeat(m);
+    coefficients.use(m.args);
+    m.args.slope = m.args.scale;
+    Table<A> tilt(m), level(m);
+    NormPoolArgs p = pool_args(m, x, g.sizes().slice(2), kernel, stride, padding, dilation, taken, channels_last);
+    const int64_t channels = m.args.channels;
+    if (training || want[1] || want[2]) {
+      // Sums of one image each, added in order: the same for any number of threads.
+      std::vector<double> sum(p.images * channels), dot(p.images * channels);
+      parallel_planes(p, g.numel(), [&](int64_t begin, int64_t end) {
+        const int64_t per_image = p.rows ? 1 : channels;
+        for (int64_t i = begin; i < end; ++i)
+          norm_pool_kernels().reduce(p, i, i + 1, &sum[i / per_image * channels], &dot[i / per_image * channels]);
+      });
+      const double count = static_cast<double>(m.args.outer * m.args.inner);
+      for (int64_t c = 0; c < channels; ++c) {
+        for (int64_t n = 1; n < p.images; ++n) sum[c] += sum[n * channels + c], dot[c] += dot[n * channels + c];
+        dot[c] *= static_cast<double>(s[c]);
+        if (want[1]) grads[1].mutable_data_ptr<A>()[c] = static_cast<A>(dot[c]);
+        if (want[2]) grads[2].mutable_data_ptr<A>()[c] = static_cast<A>(sum[c]);
+        const double scale = static_cast<double>(coefficients.scale[c]);
+        tilt[c] = static_cast<A>(scale * static_cast<double>(s[c]) * dot[c] / count);
+        level[c] = static_cast<A>(scale * sum[c] / count);
+      }
+      tilt.repeat(m), level.repeat(m);
+    }
+    if (!want[0]) return;
+    if (training) p.norm.tilt = tilt.values.data(), p.norm.level = level.values.data();
+    parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().grad(p, begin, end); });
+  });
+  return {grads[0], grads[1], grads[2]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
+                                                             const OptTensor&, const OptTensor&, bool, double, double, int64_t,
+                                                             double, double, double, at::IntArrayRef kernel, at::IntArrayRef,
+                                                             at::IntArrayRef, at::IntArrayRef, at::IntArrayRef out_size,
+                                                             bool keep_positions) {
+  const auto format = feature_format(4, is_channels_last(input));
+  const auto options = input.options().dtype(acc_type(input.scalar_type()));
+  const std::vector<c10::SymInt> sizes{input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]};
+  const auto kind = input.options().dtype(position_type(kernel));
+  return {at::empty_symint(sizes, input.options(), format), at::empty_symint({input.sym_size(1)}, options),
+          at::empty_symint({input.sym_size(1)}, options), keep_positions ? at::empty_symint(sizes, kind, format) : at::empty({0}, kind)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tensor& x, const OptTensor&, const OptTensor&,
+                                                      const Tensor&, const Tensor&, const Tensor&, bool, bool channels_last, int64_t,
+                                                      double, double, double, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
+                                                      at::IntArrayRef, std::array<bool, 3> want) {
+  auto vector = [&](bool wanted) {
+    return wanted ? at::empty_symint({x.sym_size(1)}, x.options().dtype(acc_type(x.scalar_type()))) : Tensor();
+  };
+  return {want[0] ? at::empty_symint(x.sym_sizes(), x.options(), feature_format(4, channels_last)) : Tensor(), vector(want[1]),
+          vector(want[2])};
+}
+
+// --- The gradient of a scale ----------------------------------------------------------------------------------------------------
+
+// Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with last_dim, along
+// the last dimension ([C]).
+Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                      const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a, double act_b,
+                      double act_c) {
+  const bool channels_last = !last_dim && is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  Tensor x = input.contiguous(format), g = grad_output.contiguous(format);
+  if (last_dim) x = x.view({-1, x.size(-1)}), g = g.view({-1, g.size(-1)});
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs& a = m.args;
+  a.x = x.const_data_ptr();
+  a.grad = g.const_data_ptr();
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  const int64_t C = a.channels, images = last_dim ? 1 : x.size(0);
+  Tensor out = last_dim ? at::empty({C}, options) : at::empty({images, C}, options);
+  with_acc(x.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    Coefficients<A> coefficients(m);
+    if (mean) {
+      const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
+      for (int64_t c = 0; c < C; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
+      coefficients.repeat(m);
+      coefficients.use(a);
+    }
+    A* to = out.mutable_data_ptr<A>();
+    const NormKernels& kernels = norm_kernels();
+    if (a.planar()) {
+      at::parallel_for(0, images * C, std::max<int64_t>(1, kSerial / a.inner), [&](int64_t begin, int64_t end) {
+        // Whole rows of channels of one image at a time.
+        while (begin < end) {
+          const int64_t n = begin / C, c0 = begin % C, c1 = std::min(C, c0 + end - begin);
+          std::vector<double> dot(c1 - c0);
+          kernels.dot(a, {n, n + 1, c0, c1}, dot.data());
+          for (int64_t i = 0; i < c1 - c0; ++i) to[begin + i] = static_cast<A>(dot[i]);
+          begin += c1 - c0;
+        }
+      });
+      return;
+    }
+    // Rows: each image in as many parts as keep the threads busy.
+    const int64_t rows = a.outer / images, threads = m.numel < kSerial ? 1 : at::get_num_threads();
+    const int64_t parts = std::clamp<int64_t>((threads + images - 1) / images, 1, rows), step = (rows + parts - 1) / parts;
+    std::vector<double> dot(images * parts * C);
+    at::parallel_for(0, images * parts, m.numel < kSerial ? images * parts : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const int64_t n = t / parts, r0 = std::min(t % parts * step, rows), r1 = std::min(r0 + step, rows);
+        kernels.dot(a, {n * rows + r0, n * rows + r1, 0, C}, &dot[t * C]);
+      }
+    });
+    for (int64_t n = 0; n < images; ++n)
+      for (int64_t c = 0; c < C; ++c) {
+        double sum = 0;
+        for (int64_t t = 0; t < parts; ++t) sum += dot[(n * parts + t) * C + c];
+        to[n * C + c] = static_cast<A>(sum);
+      }
+  });
+  return out;
+}
+
+Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                       bool last_dim, int64_t, double, double, double) {
+  const auto options = input.options().dtype(acc_type(input.scalar_type()));
+  if (last_dim) return at::empty_symint({input.sym_size(-1)}, options);
+  return at::empty_symint({input.sym_size(0), input.sym_size(1)}, options);
+}
+
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def(
       "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
@@ -322,14 +542,32 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "_batch_norm_act_backward(Tensor grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, bool[4] want) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, "
+      "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int[2] out_size, bool keep_positions) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "Tensor positions, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, int[2] kernel_size, "
+      "int[2] stride, int[2] padding, int[2] dilation, bool[3] want) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool last_dim, int act, "
+      "float act_a, float act_b, float act_c) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_cpu));
   m.impl("_batch_norm_act_backward", TORCH_FN(backward_cpu));
+  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_cpu));
+  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_cpu));
+  m.impl("_scale_grad", TORCH_FN(scale_grad_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_meta));
   m.impl("_batch_norm_act_backward", TORCH_FN(backward_meta));
+  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_meta));
+  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_meta));
+  m.impl("_scale_grad", TORCH_FN(scale_grad_meta));
 }
 
 }  // namespace

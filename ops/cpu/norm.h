@@ -12,7 +12,7 @@
 namespace tsmem {
 
 // Elements are of `dtype`; numbers per channel are double for f64, else float. With rows, the per-channel arrays are repeated up to
-// `period` elements: a multiple of channels and of 8, so that narrow rows fill vectors and a row of masks starts at a byte.
+// `period` elements: a multiple of channels and of 16, so that narrow rows fill vectors and a period of masks starts at a byte.
 struct NormArgs {
   Dtype dtype = Dtype::f32;
   int64_t outer = 0, channels = 0, inner = 1, period = 0;

@@ -1,9 +1,14 @@
 #include "cpu/norm.h"
 
 #include "cpu/norm_chunks.h"
+#include "cpu/norm_fused.h"
 
 namespace tsmem::TSMEM_ISA {
 namespace {
+
+// float and bf16 have the fused loops of norm_fused.h.
+template <class T>
+constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
 
 // --- Statistics -----------------------------------------------------------------------------------------------------------------
 
@@ -20,15 +25,13 @@ void stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
     for (int64_t j = 0; j < k.rows; ++j) {
       const int64_t c = k.index + j;
       const A* row = chunk + j * k.length;
-      // The shift is close to the mean (the mean so far, at first that of a few values), so nothing cancels in M2.
+      // The shift is close to the mean (the mean so far, at first this row's), so that nothing cancels in M2.
       A shift = static_cast<A>(mean[c]);
-      if (count[c] == 0) {
-        const int64_t few = k.length < 16 ? k.length : 16;
-        double s = 0;
-        for (int64_t i = 0; i < few; ++i) s += row[i];
-        shift = static_cast<A>(s / few);
-      }
       double s, q;
+      if (count[c] == 0) {
+        moments(row, k.length, row[0], &s, &q);
+        shift = static_cast<A>(row[0] + s / static_cast<double>(k.length));
+      }
       moments(row, k.length, shift, &s, &q);
       const double n = static_cast<double>(k.length);
       merge(count[c], &mean[c], &m2[c], n, shift + s / n, q - s * s / n);
@@ -60,13 +63,30 @@ void stats_rows(const NormArgs& a, NormRange r, double* mean, double* m2) {
           for (int64_t i = 0; i < w; ++i) shift[i] += row[i] / static_cast<A>(few);
         }
       }
-      for (int64_t p = first; p < last; ++p) {
-        const A* row = load(x + p * a.period + t, buffer, w);
+      if constexpr (fusable<T>) {
+        for (int64_t p = first; p < last; p += kDeep) {
+          const int64_t deep = last - p < kDeep ? last - p : kDeep;
+          for (int64_t i = 0; i < w; i += kLanes) {
+            const Vec from = load_vec(shift + i);
+            Vec si = load_vec(s + i), qi = load_vec(q + i);
+            for (int64_t k = 0; k < deep; ++k) {
+              const Vec d = load_vec(x + (p + k) * a.period + t + i) - from;
+              si += d;
+              qi += d * d;
+            }
+            store_vec(si, s + i);
+            store_vec(qi, q + i);
+          }
+        }
+      } else {
+        for (int64_t p = first; p < last; ++p) {
+          const A* row = load(x + p * a.period + t, buffer, w);
 #pragma GCC ivdep
-        for (int64_t i = 0; i < w; ++i) {
-          const A d = row[i] - shift[i];
-          s[i] += d;
-          q[i] += d * d;
+          for (int64_t i = 0; i < w; ++i) {
+            const A d = row[i] - shift[i];
+            s[i] += d;
+            q[i] += d * d;
+          }
         }
       }
 #pragma GCC ivdep
@@ -123,8 +143,18 @@ void exact_stats(const NormArgs& a, int64_t channel, double* mean, double* m2) {
 template <class T>
 void apply(const NormArgs& a, NormRange r) {
   using A = typename Acc<T>::type;
+  int64_t begin = r.o0 * a.channels;
+  if constexpr (fusable<T>) {
+    const bool done = with_fused(a, [&](auto act) {
+      if (a.planar())
+        fused_apply_planar<T>(a, r, act);
+      else
+        begin = fused_apply_rows<T>(a, r, act);
+    });
+    if (done && a.planar()) return;
+  }
   Buffers<A> b;
-  chunks(a, r, [&](const Chunk& k) {
+  chunks(a, r, begin, [&](const Chunk& k) {
     const A* x = load(static_cast<const T*>(a.x) + k.offset, b.x, k.n);
     T* out = static_cast<T*>(a.out) + k.offset;
     A* y = target(out, b.pre);
@@ -152,6 +182,19 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
   Buffers<A> b;
   const int64_t channels = r.c1 - r.c0;
   for (int64_t c = 0; c < channels; ++c) sum[c] = dot[c] = 0;
+  int64_t begin = r.o0 * a.channels;
+  if constexpr (fusable<T>) {
+    Scratch<double> sums(a.period), dots(a.period);
+    const bool done = with_fused(a, [&](auto act) {
+      if (a.planar())
+        fused_reduce_planar<T>(a, r, act, sum, dot);
+      else
+        begin = fused_reduce_rows<T>(a, r, act, sums.data, dots.data);
+    });
+    if (done && a.planar()) return;
+    for (int64_t i = 0; i < a.period; i += a.channels)
+      for (int64_t c = 0; c < channels; ++c) sum[c] += sums[i + c], dot[c] += dots[i + c];
+  }
   auto chunk_grad = [&](const Chunk& k, const A** x) {
     *x = a.x ? load(static_cast<const T*>(a.x) + k.offset, b.x, k.n) : nullptr;
     const A* g = grad_pre<T>(a, r, k, *x, b);
@@ -185,7 +228,7 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
     for (int64_t i = 0; i < a.period; ++i) s[i] = q[i] = 0;
     periods = 0;
   };
-  row_chunks(a, r, [&](const Chunk& k) {
+  row_chunks(a, r, begin, [&](const Chunk& k) {
     if (k.index == 0 && ++periods > kRowsPerFlush) flush();
     const A* x;
     const A* g = chunk_grad(k, &x);
@@ -208,8 +251,22 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
 template <class T>
 void grad(const NormArgs& a, NormRange r) {
   using A = typename Acc<T>::type;
+  int64_t begin = r.o0 * a.channels;
+  if constexpr (fusable<T>) {
+    const bool done = with_fused(a, [&](auto act) {
+      if (a.planar() && a.tilt)
+        fused_grad_planar<T, true>(a, r, act);
+      else if (a.planar())
+        fused_grad_planar<T, false>(a, r, act);
+      else if (a.tilt)
+        begin = fused_grad_rows<T, true>(a, r, act);
+      else
+        begin = fused_grad_rows<T, false>(a, r, act);
+    });
+    if (done && a.planar()) return;
+  }
   Buffers<A> b;
-  chunks(a, r, [&](const Chunk& k) {
+  chunks(a, r, begin, [&](const Chunk& k) {
     const A* x = a.x ? load(static_cast<const T*>(a.x) + k.offset, b.x, k.n) : nullptr;
     const A* g = grad_pre<T>(a, r, k, x, b);
     T* out = static_cast<T*>(a.out) + k.offset;
@@ -250,7 +307,7 @@ void dot(const NormArgs& a, NormRange r, double* out) {
     for (int64_t i = 0; i < a.period; ++i) q[i] = 0;
     periods = 0;
   };
-  row_chunks(a, r, [&](const Chunk& k) {
+  row_chunks(a, r, r.o0 * a.channels, [&](const Chunk& k) {
     if (k.index == 0 && ++periods > kRowsPerFlush) flush();
     const A* g = activated(k);
     A* qk = q.data + k.index;

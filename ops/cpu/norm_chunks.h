@@ -139,10 +139,11 @@ inline void planar_chunks(const NormArgs& a, NormRange r, F f) {
   }
 }
 
-// Stretches of at most kChunk elements (a multiple of 8 but for the last) that do not cross a multiple of the period.
+// Stretches of at most kChunk elements (a multiple of 8 but for the last) that do not cross a multiple of the period, from element
+// `begin` (where a period starts) to the end of the range.
 template <class F>
-inline void row_chunks(const NormArgs& a, NormRange r, F f) {
-  const int64_t begin = r.o0 * a.channels, end = r.o1 * a.channels;
+inline void row_chunks(const NormArgs& a, NormRange r, int64_t begin, F f) {
+  const int64_t end = r.o1 * a.channels;
   for (int64_t base = begin; base < end; base += a.period)
     for (int64_t q = 0; q < a.period && base + q < end; q += kChunk) {
       int64_t n = a.period - q < kChunk ? a.period - q : kChunk;
@@ -152,11 +153,11 @@ inline void row_chunks(const NormArgs& a, NormRange r, F f) {
 }
 
 template <class F>
-inline void chunks(const NormArgs& a, NormRange r, F f) {
+inline void chunks(const NormArgs& a, NormRange r, int64_t begin, F f) {
   if (a.planar())
     planar_chunks(a, r, f);
   else
-    row_chunks(a, r, f);
+    row_chunks(a, r, begin, f);
 }
 
 // out = (x - mean) * scale + bias

@@ -60,7 +60,7 @@ template <class F>
 inline void band_chunks(const NormPoolArgs& a, int64_t p, int64_t h0, int64_t h1, F f) {
   if (a.rows) {
     const NormRange r = rows_range(a, p, h0, h1);
-    row_chunks(a.norm, r, [&](const Chunk& k) { f(k, r); });
+    row_chunks(a.norm, r, r.o0 * a.norm.channels, [&](const Chunk& k) { f(k, r); });
     return;
   }
   const int64_t c = p % a.norm.channels, begin = (p * a.height + h0) * a.width, end = (p * a.height + h1) * a.width;
@@ -110,7 +110,7 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
       const int64_t oh1 = at_most(oh0 + block, a.out_height);
       const int64_t h0 = at_least(0, oh0 * a.stride[0] - a.padding[0]);
       const int64_t h1 = at_most(a.height, (oh1 - 1) * a.stride[0] - a.padding[0] + reach);
-      const int64_t origin = a.rows ? (p * a.height + h0) * row : (p * a.height + h0) * row;
+      const int64_t origin = (p * a.height + h0) * row;
       if (h1 > h0)
         band_chunks(a, p, h0, h1, [&](const Chunk& k, const NormRange& r) {
           const A* x = load(static_cast<const T*>(norm.x) + k.offset, b.x, k.n);
@@ -187,11 +187,12 @@ void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, dou
   const A* mean = static_cast<const A*>(norm.mean);
   // Takes the inputs that won for outputs [at, at + n), which are of channels c, c + 1, ... (rows) or of channel c.
   auto chunk = [&](int64_t p, int64_t at, int64_t n, int64_t c) {
+    const int64_t pixel = at / lanes - p * a.out_height * a.out_width;
+    int64_t oh = pixel / a.out_width, ow = pixel % a.out_width;
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t local = at + i - p * a.out_height * a.out_width * lanes, pixel = a.rows ? local / C : local;
       const int64_t t = read_position(a, at + i);
-      const int64_t h = pixel / a.out_width * a.stride[0] - a.padding[0] + taps.h[t];
-      const int64_t w = pixel % a.out_width * a.stride[1] - a.padding[1] + taps.w[t];
+      const int64_t h = oh * a.stride[0] - a.padding[0] + taps.h[t], w = ow * a.stride[1] - a.padding[1] + taps.w[t];
+      if (!a.rows && ++ow == a.out_width) ow = 0, ++oh;
       const bool inside = h < a.height && w < a.width;  // a window may lie outside with all its taps
       const int64_t from = (p * a.height + (inside ? h : 0)) * a.width + (inside ? w : 0);
       taken[i] = x[a.rows ? from * C + c + i : from];

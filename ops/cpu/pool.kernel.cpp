@@ -8,13 +8,15 @@
 namespace tsmem::TSMEM_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;    // outputs or channels at once: their maxima and positions stay in registers or the first-level cache
-constexpr int64_t kRow = 2048;     // a converted row of a half-precision input
-constexpr int64_t kTable = 1024;   // windows to this size find their offsets in a table
-constexpr int64_t kSelect = 27;    // and to this size, channels last scatters by comparing with every position
+constexpr int64_t kBlock =
+    128;  // outputs or channels at once: their maxima and positions stay in registers or the first-level cache
+constexpr int64_t kRow = 2048;    // a converted row of a half-precision input
+constexpr int64_t kTable = 1024;  // windows to this size find their offsets in a table
+constexpr int64_t kSelect = 27;   // and to this size, channels last scatters by comparing with every position
 
 // As wide as what is compared, so that both share a mask.
-template <class C> using lane_t = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+template <class C>
+using lane_t = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -23,7 +25,8 @@ inline int64_t div_down(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + 
 
 // best and where take x, whose step is `stride` elements, where it is greater or NaN.
 template <class C, class E>
-inline void take(const E* __restrict x, int64_t stride, C* __restrict best, lane_t<C>* __restrict where, lane_t<C> position, int64_t n) {
+inline void take(const E* __restrict x, int64_t stride, C* __restrict best, lane_t<C>* __restrict where,
+                 lane_t<C> position, int64_t n) {
   auto loop = [&](auto step) {
     for (int64_t i = 0; i < n; ++i) {
       const C v = to_compute(x[i * step]);
@@ -86,7 +89,8 @@ void forward_planar(const PoolArgs& a, const T* x, T* y, P* position, int64_t be
               const int64_t lo = greater(o, div_up(-offset, a.w.stride));
               const int64_t hi = lesser(o + n, div_down(a.w.in - 1 - offset, a.w.stride) + 1);
               if (lo < hi)
-                take(in + offset + lo * a.w.stride, a.w.stride, best + lo - o, where + lo - o, static_cast<L>(at + k), hi - lo);
+                take(in + offset + lo * a.w.stride, a.w.stride, best + lo - o, where + lo - o, static_cast<L>(at + k),
+                     hi - lo);
             }
           };
           if constexpr (same) {
@@ -187,7 +191,8 @@ void backward_planar(const PoolArgs& a, const T* grad_y, const P* position, T* g
 }
 
 template <class T, class P>
-void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, const P* position, T* grad_x, int64_t begin, int64_t end) {
+void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, const P* position, T* grad_x,
+                            int64_t begin, int64_t end) {
   using C = compute_t<T>;
   using L = lane_t<C>;
   alignas(64) C grad[kBlock];
@@ -197,7 +202,8 @@ void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, 
   const bool select = a.d.window * a.h.window * a.w.window <= kSelect;
   const int64_t rows = a.d.in * a.h.in;
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t image = unit / blocks, c0 = unit % blocks * a.channels / blocks, c1 = (unit % blocks + 1) * a.channels / blocks;
+    const int64_t image = unit / blocks, c0 = unit % blocks * a.channels / blocks,
+                  c1 = (unit % blocks + 1) * a.channels / blocks;
     T* to = grad_x + image * rows * a.w.in * a.channels;
     int64_t zeroed = 0;  // rows that are set to zero so far: just ahead of their use, while they are in the cache
     auto zero_to = [&](int64_t row) {
@@ -206,17 +212,20 @@ void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, 
         if (blocks == 1)
           std::memset(static_cast<void*>(line), 0, a.w.in * a.channels * sizeof(T));
         else
-          for (int64_t w = 0; w < a.w.in; ++w) std::memset(static_cast<void*>(line + w * a.channels + c0), 0, (c1 - c0) * sizeof(T));
+          for (int64_t w = 0; w < a.w.in; ++w)
+            std::memset(static_cast<void*>(line + w * a.channels + c0), 0, (c1 - c0) * sizeof(T));
       }
     };
     for (int64_t od = 0; od < a.d.out; ++od)
       for (int64_t oh = 0; oh < a.h.out; ++oh) {
-        zero_to((a.d.start[od] + (a.d.last[od] - 1) * a.d.dilation) * a.h.in + a.h.start[oh] + (a.h.last[oh] - 1) * a.h.dilation + 1);
+        zero_to((a.d.start[od] + (a.d.last[od] - 1) * a.d.dilation) * a.h.in + a.h.start[oh] +
+                (a.h.last[oh] - 1) * a.h.dilation + 1);
         for (int64_t ow = 0; ow < a.w.out; ++ow) {
           const int64_t pixel = (a.d.start[od] * a.h.in + a.h.start[oh]) * a.w.in + a.w.start[ow];
           const int64_t out = (((image * a.d.out + od) * a.h.out + oh) * a.w.out + ow) * a.channels;
           if (!select) {
-            for (int64_t c = c0; c < c1; ++c) add(to[(pixel + offsets[position[out + c]]) * a.channels + c], grad_y[out + c]);
+            for (int64_t c = c0; c < c1; ++c)
+              add(to[(pixel + offsets[position[out + c]]) * a.channels + c], grad_y[out + c]);
             continue;
           }
           for (int64_t c = c0; c < c1; c += kBlock) {
@@ -268,7 +277,8 @@ void forward(const PoolArgs& a, const void* x, void* y, void* position, int64_t 
   });
 }
 
-void backward(const PoolArgs& a, int64_t blocks, const void* grad_y, const void* position, void* grad_x, int64_t begin, int64_t end) {
+void backward(const PoolArgs& a, int64_t blocks, const void* grad_y, const void* position, void* grad_x, int64_t begin,
+              int64_t end) {
   with_types(a, [&](auto* of, auto* position_of) {
     using T = std::remove_pointer_t<decltype(of)>;
     using P = std::remove_pointer_t<decltype(position_of)>;

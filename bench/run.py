@@ -1,0 +1,172 @@
+"""`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
+
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
+
+Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "fixtures"), str(ROOT / "python")]
+TOOL = os.environ.get("TSMEM_BIN", str(ROOT / "build" / "bin" / "tsmem"))
+OUT = ROOT / "build" / "bench"
+MODELS = ["tv:resnet18", "tv:resnet50", "tv:densenet121", "tv:mobilenet_v3_large", "tv:efficientnet_b0", "tv:vgg11_bn"]
+
+
+def rewritten(model: Path, folder: Path) -> Path:
+    out = folder / (model.stem + ".mem.pt")
+    subprocess.run([TOOL, "rewrite", str(model), "-o", str(out), "--level", "ops", "--force", "--quiet"], check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def pair_of(name: str, folder: Path) -> tuple:
+    import torch
+
+    import models
+
+    model, _ = models.cached(name)
+    return tuple(torch.jit.load(str(p)).train() for p in (model, rewritten(model, folder)))
+
+
+def memory(a, folder: Path) -> list:
+    """Bytes kept for backward, peak and step time, for each model and each way of training."""
+    import torch
+
+    import allocator
+    from settings import SETTINGS, needs_input_grad
+
+    rows = []
+    print(f"\nOne training step, {a.batch}x3x{a.size}x{a.size}, float32, {torch.get_num_threads()} threads")
+    print(f"{'model':26}{'setting':30}{'saved MiB':>19}{'ratio':>7}{'peak ratio':>12}{'time ratio':>12}")
+    for name in a.models:
+        for setting, apply in SETTINGS.items():
+            pair = [apply(m) for m in pair_of(name, folder)]
+            torch.manual_seed(0)
+            x = torch.randn(a.batch, 3, a.size, a.size, requires_grad=needs_input_grad(setting))
+            if x.requires_grad:
+                x.grad = torch.zeros_like(x)
+            before, after = (allocator.memory(m, (x,)) for m in pair)
+            times = allocator.seconds(pair, (x,), a.rounds)
+            rows.append({"model": name, "setting": setting, "batch": a.batch, "size": a.size, "saved_bytes": [before.saved, after.saved],
+                         "peak_bytes": [before.peak, after.peak], "step_seconds": times})
+            print(f"{name:26}{setting:30}{before.saved / 2**20:9.1f} {after.saved / 2**20:9.1f}{after.saved / before.saved:7.3f}"
+                  f"{after.peak / before.peak:12.3f}{times[1] / times[0]:12.3f}", flush=True)
+    return rows
+
+
+def validation(a, folder: Path) -> list:
+    """Forward alone under no_grad, in eval mode."""
+    import torch
+
+    import allocator
+
+    rows = []
+    print("\nValidation: forward under no_grad, eval mode")
+    print(f"{'model':26}{'peak ratio':>12}{'time ratio':>12}")
+    for name in a.models:
+        pair = [m.eval() for m in pair_of(name, folder)]
+        x = torch.randn(a.batch, 3, a.size, a.size)
+        peaks = [allocator.validation_peak(m, (x,)) for m in pair]
+        times = allocator.seconds(pair, (x,), 2 * a.rounds, grad=False)
+        rows.append({"model": name, "peak_bytes": peaks, "seconds": times})
+        print(f"{name:26}{peaks[1] / peaks[0]:12.3f}{times[1] / times[0]:12.3f}", flush=True)
+    return rows
+
+
+def chain(nodes: int, path: Path) -> None:
+    """A TorchScript file of about so many operators: batch norm, ReLU, convolution, again and again.
+
+    A thousand operators a module: LibTorch's own time to save and load grows with the square of a method's length.
+    """
+    import torch
+
+    def part(blocks: int) -> torch.jit.ScriptModule:
+        class Part(torch.nn.Module):  # of this call alone: TorchScript shares a class's methods
+            pass
+
+        p = Part()
+        p.w, p.g = torch.nn.Parameter(torch.randn(4, 4, 1, 1)), torch.nn.Parameter(torch.ones(4))
+        p.register_buffer("m", torch.zeros(4))
+        p.register_buffer("v", torch.ones(4))
+        module = torch.jit.script(p)
+        lines = ["def forward(self, x):", "    w = self.w", "    g = self.g", "    m = self.m", "    v = self.v"]
+        lines += ["    x = torch.conv2d(torch.relu(torch.batch_norm(x, g, g, m, v, True, 0.1, 1e-5, False)), w)"] * blocks
+        module.define("\n".join(lines + ["    return x"]) + "\n")
+        return module
+
+    torch.jit.script(torch.nn.Sequential(*(part(333) for _ in range(max(nodes // 1000, 1))))).save(str(path))
+
+
+def rewrite(a, folder: Path) -> list:
+    """Time of a rewrite against the size of the graph, beside what starting the tool and loading the file take."""
+    import torch
+
+    def timed(*command) -> float:
+        start = time.perf_counter()
+        subprocess.run([TOOL, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    rows = []
+    start = min(timed("--version") for _ in range(3))
+    print(f"\nTime of `tsmem rewrite` by graph size; starting the tool takes {start:.2f} s")
+    print(f"{'operators':>10}{'all, s':>10}{'loading, s':>12}{'us an operator beyond both':>28}")
+    for nodes in (1_000, 3_000, 10_000, 30_000, 100_000):
+        path = folder / f"chain{nodes}.pt"
+        chain(nodes, path)
+        begun = time.perf_counter()
+        torch.jit.load(str(path))
+        load = time.perf_counter() - begun
+        total = timed("rewrite", path, "-o", folder / "out.pt", "--force", "--quiet")
+        rows.append({"operators": nodes, "seconds": total, "start_seconds": start, "load_seconds": load})
+        print(f"{nodes:10}{total:10.2f}{load:12.2f}{(total - load - start) / nodes * 1e6:28.1f}", flush=True)
+    return rows
+
+
+def programs(a, folder: Path) -> list:
+    """The Google Benchmark programs of bench/, in a build folder of their own."""
+    build = ROOT / "build" / "bench-programs"
+    if not list((ROOT / "bench").glob("*.cpp")):
+        return []
+    configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DTSMEM_BENCH=ON", "-DTSMEM_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run([*map(str, configure)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--build", str(build)], check=True, stdout=subprocess.DEVNULL)
+    rows = []
+    for program in sorted((build / "bin").glob("bench_*")):
+        report = folder / "report.json"
+        subprocess.run([str(program), f"--benchmark_out={report}", "--benchmark_out_format=json"], check=True)
+        rows.append({"program": program.name, **json.loads(report.read_text())})
+    return rows
+
+
+PARTS = {"memory": memory, "validation": validation, "rewrite": rewrite, "programs": programs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=5)
+    a = parser.parse_args()
+    warnings.simplefilter("ignore")
+    OUT.mkdir(parents=True, exist_ok=True)
+    import tsmem  # noqa: F401  (the operators)
+
+    with tempfile.TemporaryDirectory(prefix="tsmem-bench-") as folder:
+        for name, part in PARTS.items():
+            if a.only in (None, name):
+                (OUT / f"{name}.json").write_text(json.dumps(part(a, Path(folder)), indent=1) + "\n")
+    print(f"\nResults in {OUT.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+// activated * scale, where activated = act(input) or act(batch_norm(input)): squeeze-excite, layer scale.
+//
+// The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the activation's
+// input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input, if the scale needs one.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "norm_ops.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const c10::OperatorHandle& scale_grad_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_scale_grad", "");
+  return op;
+}
+
+// What `activated` is recomputed from; no mean: it is act(input).
+struct Source {
+  Tensor input;
+  OptTensor weight, bias, mean, invstd;
+};
+
+// The sum of grad * activated over what `scale_sizes` broadcasts.
+Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
+  const int64_t dims = grad.dim(), lead = dims - static_cast<int64_t>(scale_sizes.size());
+  const auto scale_size = [&](int64_t d) { return d < lead ? 1 : scale_sizes[d - lead]; };
+  bool per_channel = dims >= 3, last_dim = dims >= 2 && !s.mean && scale_size(dims - 1) == grad.size(-1);
+  for (int64_t d = 2; d < dims; ++d) per_channel = per_channel && scale_size(d) == 1;
+  for (int64_t d = 0; d < dims - 1; ++d) last_dim = last_dim && scale_size(d) == 1;
+  last_dim = last_dim && s.input.is_contiguous();
+  if (per_channel || last_dim) {
+    Tensor sums;
+    {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      static const auto op =
+          scale_grad_op()
+              .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
+                            int64_t, double, double, double)>();
+      sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind), act.a, act.b,
+                     act.c);
+    }
+    if (!per_channel) return sums.view(scale_sizes);
+    std::vector<int64_t> sizes(dims, 1);
+    sizes[0] = grad.size(0), sizes[1] = grad.size(1);
+    return sums.view(sizes).sum_to_size(scale_sizes);
+  }
+  // An unusual broadcast: by stock ops.
+  const auto acc = acc_type(grad.scalar_type());
+  Tensor pre = s.input.to(acc);
+  if (s.mean) {
+    std::vector<int64_t> sizes(dims, 1);
+    sizes[1] = grad.size(1);
+    const auto vector = [&](const Tensor& t) { return t.to(acc).view(sizes); };
+    pre = (pre - vector(*s.mean)) * vector(*s.invstd);
+    if (s.weight) pre = pre * vector(*s.weight);
+    if (s.bias) pre = pre + vector(*s.bias);
+  }
+  return (stock_act(pre, act) * grad.to(acc)).sum_to_size(scale_sizes);
+}
+
+struct MulAct : torch::autograd::Function<MulAct> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
+                        const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd, const Act& act, const std::string& name) {
+    ctx->set_materialize_grads(false);
+    const bool want_activated = activated.requires_grad(), want_scale = scale.requires_grad();
+    const auto source = [&](const OptTensor& t) { return want_scale ? value_or_undefined(t) : Tensor(); };
+    ctx->save_for_backward({want_activated ? scale : Tensor(), source(input), source(weight), source(bias), source(mean), source(invstd)});
+    ctx->saved_data["wants"] = std::vector<int64_t>{want_activated, want_scale};
+    ctx->saved_data["scale_sizes"] = scale.sizes();
+    ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
+    ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
+    ctx->saved_data["name"] = name;
+    return at::mul(activated, scale);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(9);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    auto& data = ctx->saved_data;
+    const auto wants = data["wants"].toIntVector();
+    const auto arguments = data["act"].toDoubleVector();
+    const Act act{static_cast<ActKind>(data["kind"].toInt()), arguments[0], arguments[1], arguments[2]};
+    const auto saved = ctx->get_saved_variables();
+    std::vector<Tensor> g(2);
+    {
+      at::NoGradGuard no_grad;
+      if (wants[0] && ctx->needs_input_grad(0)) g[0] = at::mul(grad, saved[0]);
+      if (wants[1] && ctx->needs_input_grad(1))
+        g[1] = scale_grad(grad, {saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5])},
+                          data["scale_sizes"].toIntVector(), act)
+                   .to(grad.scalar_type());
+    }
+    variable_list sources{grad};
+    sources.insert(sources.end(), saved.begin(), saved.end());
+    g = refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), sources);
+    result[0] = g[0], result[1] = g[1];
+    return result;
+  }
+};
+
+Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name) {
+  bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
+                has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
+                s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
+                scale.device() == activated.device() && s.input.device() == activated.device() && scale.dim() <= activated.dim() &&
+                activated.numel() > 0 && !s.input.is_same(activated);
+  for (int64_t d = 1; usable && d <= scale.dim(); ++d) usable = scale.size(-d) == 1 || scale.size(-d) == activated.size(-d);
+  if (usable && s.mean) usable = activated.dim() >= 2 && s.invstd && s.mean->numel() == activated.size(1);
+  if (!usable) return at::mul(activated, scale);
+  return MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
+}
+
+Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name, at::ArrayRef<double> args) {
+  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act");
+}
+
+Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
+                          const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
+                          at::ArrayRef<double> args) {
+  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act");
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args) -> Tensor", TORCH_FN(mul_act));
+  m.def(
+      "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "str act, float[] act_args) -> Tensor",
+      TORCH_FN(mul_batch_norm_act));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,27 @@
+"""Loads the op library once: TSMEM_OPS, or build/lib/libtsmem_ops.so, unless `import torch` has loaded it already."""
+
+import os
+import pathlib
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def library() -> pathlib.Path:
+    """The library that the tests are about."""
+    return pathlib.Path(os.environ.get("TSMEM_OPS", ROOT / "build/lib/libtsmem_ops.so")).resolve()
+
+
+def load():
+    """torch.ops.tsmem, with the library loaded."""
+    if not any(s.name.startswith("tsmem::") for s in torch._C._jit_get_all_schemas()):
+        torch.ops.load_library(str(library()))
+    return torch.ops.tsmem
+
+
+@pytest.fixture(scope="session")
+def ops():
+    torch.set_num_threads(2)
+    return load()

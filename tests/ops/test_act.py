@@ -1,0 +1,145 @@
+"""tsmem::act against the stock activations."""
+
+import pytest
+import torch
+from op_checks import DTYPES, assert_equal, calls, channels_last, live_bytes, run, saved
+
+pytestmark = pytest.mark.usefixtures("ops")
+A = torch.ops.aten
+
+ONE_BIT = {
+    "relu": ([], A.relu),
+    "hardtanh": ([-0.1, 0.2], lambda x: A.hardtanh(x, -0.1, 0.2)),
+    "threshold": ([0.1, 0.3], lambda x: A.threshold(x, 0.1, 0.3)),
+    "leaky_relu": ([0.1], lambda x: A.leaky_relu(x, 0.1)),
+    "hardsigmoid": ([], A.hardsigmoid),
+}
+ONE_TENSOR = {
+    "silu": ([], A.silu), "hardswish": ([], A.hardswish), "gelu": ([], A.gelu),
+    "gelu_tanh": ([], lambda x: A.gelu(x, approximate="tanh")), "sigmoid": ([], A.sigmoid), "tanh": ([], A.tanh),
+    "elu": ([1.5, 1.0, 1.0], lambda x: A.elu(x, 1.5)), "softplus": ([2.0, 20.0], lambda x: A.softplus(x, 2, 20)), "mish": ([], A.mish),
+}
+ALL = ONE_BIT | ONE_TENSOR
+
+
+def ours(name):
+    return lambda x: torch.ops.tsmem.act(x, name, ALL[name][0])
+
+
+def layouts(shape, dtype):
+    x = torch.randn(shape, dtype=torch.float64).mul(4).to(dtype)
+    yield x
+    yield channels_last(x) if x.dim() > 2 else x.t()
+    yield x.transpose(0, -1)
+    yield x[..., ::2]
+    if x.shape[0]:
+        yield x[:1].expand(3, *x.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_equals_stock(name, dtype):
+    for shape in ((3, 5), (2, 3, 9), (2, 3, 9, 7), (2, 3, 5, 6, 7), (3, 40, 31, 30), (0, 3, 4)):
+        for x in layouts(shape, dtype):
+            x.requires_grad_()
+            assert_equal(run(ours(name), x), run(ALL[name][1], x))
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_borders(name, dtype):
+    args = ONE_BIT[name][0]
+    borders = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 3.0, -3.0, 6.0, *args, *(-a for a in args)]
+    # Sixteen of each: stock's vectorised code. Its scalar tail lets a NaN's gradient through hardtanh, its vectors do not.
+    x = torch.tensor(borders, dtype=dtype).repeat_interleave(64).requires_grad_()
+    actual, expected = run(ours(name), x), run(ONE_BIT[name][1], x)
+    assert_equal(actual, expected)
+    finite = ~x.isnan()
+    assert torch.equal(torch.signbit(actual[0])[finite], torch.signbit(expected[0])[finite])
+    g = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0] * 16, dtype=dtype).repeat(len(borders))
+    assert_equal(run(ours(name), x, cotangent=g), run(ONE_BIT[name][1], x, cotangent=g))
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_strided_gradient(name):
+    x = torch.randn(4, 6, 5, 7).requires_grad_()
+    for g in (channels_last(torch.randn(x.shape)), torch.randn(4, 6, 5, 14)[..., ::2], torch.randn(1, 1, 1, 1).expand(x.shape)):
+        assert_equal(run(ours(name), x, cotangent=g), run(ONE_BIT[name][1], x, cotangent=g))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradcheck(name):
+    x = torch.randn(3, 5, dtype=torch.float64).mul(2).requires_grad_()
+    assert torch.autograd.gradcheck(ours(name), x)
+    assert torch.autograd.gradgradcheck(ours(name), x)
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_keeps_one_bit(name):
+    for n in (1000, 1001):
+        x = torch.randn(2, n, requires_grad=True)
+        kept, y = saved(lambda: ours(name)(x * 1))
+        assert [k.numel() for k in kept if k.dtype == torch.uint8] == [(y.numel() + 7) // 8] and len(kept) == 1
+    big = torch.randn(1 << 20, requires_grad=True)
+    assert live_bytes(lambda: ours(name)(big)) <= big.numel() // 8 + 4096
+
+
+@pytest.mark.parametrize("name", ONE_TENSOR)
+def test_keeps_one_tensor(name):
+    x = torch.randn(2, 1000, requires_grad=True)
+    kept, y = saved(lambda: ours(name)(x))
+    assert [k.shape for k in kept] == [x.shape]
+    assert kept[0].data_ptr() == (y if name in ("sigmoid", "tanh") else x).data_ptr()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_keeps_nothing_without_grad(name):
+    assert saved(lambda: ours(name)(torch.randn(8)))[0] == []
+    with torch.no_grad():
+        assert saved(lambda: ours(name)(torch.randn(8, requires_grad=True)))[0] == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_meta_fake_autocast(name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    x = torch.randn(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    meta = x.to("meta").requires_grad_()
+    y = ours(name)(meta)
+    y.sum().backward()
+    assert y.is_meta and y.stride() == ALL[name][1](x).stride() and meta.grad.shape == x.shape
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x).requires_grad_()
+        assert ours(name)(fake).shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in DTYPES:
+            assert_equal(run(ours(name), x.to(dtype).requires_grad_()), run(ALL[name][1], x.to(dtype).requires_grad_()))
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_other_inputs_take_stock(name):
+    x, t = torch.randn(4, 6), torch.randn(4, 6)
+    actual, expected = torch.func.jvp(ours(name), (x,), (t,)), torch.func.jvp(ONE_BIT[name][1], (x,), (t,))
+    assert_equal(list(actual), list(expected))
+    assert_equal([torch.func.grad(lambda z: ours(name)(z).sum())(x)], [torch.func.grad(lambda z: ONE_BIT[name][1](z).sum())(x)])
+    assert_equal([torch.vmap(ours(name))(x)], [torch.vmap(ONE_BIT[name][1])(x)])
+
+
+def test_scripted_and_retained():
+    @torch.jit.script
+    def f(x):
+        return torch.ops.tsmem.act(x * 2.0, "relu", []) * x
+
+    x = torch.randn(3, 33, requires_grad=True)
+    for result in calls(f, x):
+        assert_equal(result, run(lambda z: torch.relu(z * 2.0) * z, x))
+    y = ours("relu")(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert torch.equal(x.grad, 2.0 * (x > 0))
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="no activation is named 'rleu'"):
+        torch.ops.tsmem.act(torch.randn(3), "rleu", [])
+    with pytest.raises(ValueError, match="'hardtanh' takes 2 arguments, not 1"):
+        torch.ops.tsmem.act(torch.randn(3), "hardtanh", [1.0])

@@ -1,0 +1,240 @@
+"""The convolutions against aten's: bit for bit, and what they keep."""
+
+import itertools
+
+import pytest
+import torch
+from op_checks import DTYPES, assert_equal, calls, channels_last, live_bytes, run, saved
+
+pytestmark = pytest.mark.usefixtures("ops")
+
+FLAGS = [f for f in itertools.product((False, True), repeat=3) if any(f)]
+CONVS = {f"conv{d}d": d for d in (1, 2, 3)}
+TRANSPOSED = {f"conv_transpose{d}d": d for d in (1, 2, 3)}
+
+
+def overload(namespace, name, string=False):
+    op = getattr(namespace, name)
+    return op.padding if string else op.input if name in ("conv_transpose2d", "conv_transpose3d") else op.default
+
+
+def pair(name, **kwargs):
+    string = isinstance(kwargs.get("padding"), str)
+
+    def make(namespace):
+        return lambda *inputs: overload(namespace, name, string)(*inputs, **kwargs)
+
+    return make(torch.ops.tsmem), make(torch.ops.aten)
+
+
+def operands(d, groups=2, dtype=torch.float32, transposed=False, flags=(True, True, True)):
+    x = torch.randn([2, 4] + [7, 6, 5][:d])
+    w = torch.randn(([4, 3] if transposed else [6, 4 // groups]) + [3, 2, 3][:d])
+    b = torch.randn(3 * groups if transposed else 6)
+    return [t.to(dtype).requires_grad_(f) for t, f in zip((x, w, b), flags)]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", CONVS)
+def test_equals_stock(name, flags):
+    d = CONVS[name]
+    inputs = operands(d, flags=flags)
+    for kwargs in ({}, dict(stride=[2] * d, padding=[1] * d), dict(dilation=[2] * d, padding=[2] * d)):
+        ours, stock = pair(name, groups=2, **kwargs)
+        for layouts in itertools.product((lambda x: x, channels_last), repeat=2):
+            x, w = (f(t.detach()).requires_grad_(t.requires_grad) for f, t in zip(layouts, inputs))
+            assert_equal(run(ours, x, w, inputs[2]), run(stock, x, w, inputs[2]))
+    for padding in ("same", "valid"):
+        ours, stock = pair(name, padding=padding, groups=2)
+        assert_equal(run(ours, *inputs), run(stock, *inputs))
+        x = inputs[0][0].detach().requires_grad_(flags[0])  # unbatched
+        assert_equal(run(ours, x, *inputs[1:]), run(stock, x, *inputs[1:]))
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_equals_stock(name, flags):
+    d = TRANSPOSED[name]
+    x, w, b = operands(d, transposed=True, flags=flags)
+    for kwargs in ({}, dict(stride=[2] * d, padding=[1] * d, output_padding=[1] * d), dict(dilation=[2] * d)):
+        ours, stock = pair(name, groups=2, **kwargs)
+        assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+        z = channels_last(x.detach()).requires_grad_(flags[0])
+        assert_equal(run(ours, z, w, b), run(stock, z, w, b))
+        z = x[0].detach().requires_grad_(flags[0])
+        assert_equal(run(ours, z, w, b), run(stock, z, w, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_shapes(dtype):
+    ours, stock = pair("conv2d", padding=[1, 1])
+    for shape, out in (((1, 3, 5, 5), 4), ((0, 3, 5, 5), 4), ((2, 3, 1, 9), 1), ((2, 1, 8, 8), 3)):
+        x = torch.randn(shape).to(dtype).requires_grad_()
+        w = torch.randn(out, shape[1], 3, 3).to(dtype).requires_grad_()
+        assert_equal(run(ours, x, w), run(stock, x, w))
+    strided = torch.randn(2, 3, 9, 18).to(dtype)[..., ::2].requires_grad_()
+    w = torch.randn(4, 3, 3, 3).to(dtype).requires_grad_()
+    y, *_ = run(stock, strided, w)
+    for g in (torch.randn(*y.shape[:3], 2 * y.shape[3]).to(dtype)[..., ::2], torch.ones(1, dtype=dtype).expand(y.shape)):
+        assert_equal(run(ours, strided, w, cotangent=g), run(stock, strided, w, cotangent=g))
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("deprecated", (False, True))
+def test_convolution(transposed, deprecated):
+    flags = [False, False, True] if deprecated else [False, False, True, True]
+    args = ([2, 2], [1, 1], [1, 1], transposed, [1, 1] if transposed else [0, 0], 2, *flags)
+    which = "deprecated" if deprecated else "default"
+    for needs in FLAGS:
+        inputs = operands(2, transposed=transposed, flags=needs)
+        for dtype in (torch.float32, torch.float64):
+            z = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in inputs]
+            assert_equal(run(lambda *i: getattr(torch.ops.tsmem._convolution, which)(*i, *args), *z),
+                         run(lambda *i: getattr(torch.ops.aten._convolution, which)(*i, *args), *z))
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", CONVS | TRANSPOSED)
+def test_keeps_only_what_is_needed(name, flags):
+    d = (CONVS | TRANSPOSED)[name]
+    x, w, b = operands(d, transposed=name in TRANSPOSED, flags=flags)
+    kept, _ = saved(lambda: pair(name, groups=2)[0](x, w, b))
+    expected = {t.data_ptr() for t, keep in ((x, flags[1]), (w, flags[0])) if keep}
+    assert {t.data_ptr() for t in kept} == expected
+    with torch.no_grad():
+        assert saved(lambda: pair(name, groups=2)[0](x, w, b))[0] == []
+
+
+def test_asymmetric_same_keeps_the_input_itself():
+    x, w = torch.randn(2, 3, 64, 64, requires_grad=True), torch.randn(4, 3, 2, 2, requires_grad=True)
+    kept, _ = saved(lambda: torch.ops.tsmem.conv2d.padding(x, w, padding="same"))
+    assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}
+
+
+def test_frozen_weight_keeps_no_bytes():
+    w = torch.randn(8, 8, 3, 3)
+    x = torch.randn(4, 8, 64, 64, requires_grad=True)
+    assert live_bytes(lambda: torch.ops.tsmem.conv2d(x * 2, w)) < x.numel()
+    assert live_bytes(lambda: torch.ops.aten.conv2d(x * 2, w)) >= 4 * x.numel()
+
+
+@pytest.mark.parametrize("name", CONVS | TRANSPOSED)
+def test_gradcheck(name):
+    d = (CONVS | TRANSPOSED)[name]
+    for flags in FLAGS:
+        inputs = operands(d, dtype=torch.float64, transposed=name in TRANSPOSED, flags=flags)
+        ours = pair(name, groups=2)[0]
+        assert torch.autograd.gradcheck(ours, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(ours, inputs, fast_mode=True)
+    if name in CONVS:
+        inputs = operands(d, dtype=torch.float64)
+        same = pair(name, padding="same", groups=2)[0]
+        assert torch.autograd.gradcheck(same, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(same, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", CONVS | TRANSPOSED)
+def test_autocast(name):
+    d = (CONVS | TRANSPOSED)[name]
+    for dtype in (torch.bfloat16, torch.float16):
+        for x_dtype in (torch.float32, dtype):
+            x, w, b = operands(d, transposed=name in TRANSPOSED)
+            x = x.detach().to(x_dtype).requires_grad_()
+            with torch.autocast("cpu", dtype):
+                ours, stock = pair(name, groups=2)
+                assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+                if name in CONVS:
+                    ours, stock = pair(name, padding="same", groups=2)
+                    assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+
+
+def test_autocast_convolution():
+    args = ([1, 1], [1, 1], [1, 1], False, [0, 0], 2, False, False, True)
+    inputs = operands(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for which, rest in (("deprecated", ()), ("default", (True,))):
+            assert_equal(run(lambda *i: getattr(torch.ops.tsmem._convolution, which)(*i, *args, *rest), *inputs),
+                         run(lambda *i: getattr(torch.ops.aten._convolution, which)(*i, *args, *rest), *inputs))
+
+
+def test_autocast_shares_the_cast_weight():
+    x, w = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept, _ = saved(lambda: (torch.ops.tsmem.conv2d(x, w), torch.ops.aten.conv2d(x, w)))
+    assert len([t for t in kept if t.shape == w.shape and t.dtype == torch.bfloat16]) == 1
+
+
+@pytest.mark.parametrize("name", CONVS | TRANSPOSED)
+def test_meta_and_fake(name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    d = (CONVS | TRANSPOSED)[name]
+    ours, stock = pair(name, groups=2)
+    for flags in FLAGS:
+        inputs = operands(d, transposed=name in TRANSPOSED, flags=flags)
+        expected = run(stock, *inputs)
+        meta = [t.detach().to("meta").requires_grad_(t.requires_grad) for t in inputs]
+        actual = run(ours, *meta, cotangent=torch.empty_like(expected[0], device="meta"))
+        assert [a.shape for a in actual] == [e.shape for e in expected]
+        plain = [t.detach() for t in inputs]
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t).requires_grad_(f) for t, f in zip(plain, flags)]
+            y = ours(*fake)
+            y.sum().backward()
+            assert all(t.grad is None or t.grad.shape == t.shape for t in fake)
+
+
+def test_changed_weight_is_an_error():
+    x, w = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    for changed in (x, w):
+        y = torch.ops.tsmem.conv2d(x, w)
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_errors_are_stocks():
+    w = torch.randn(4, 3, 3, 3, requires_grad=True)
+    cases = [((torch.randn(2, 5, 8, 8), w), {}), ((torch.randn(8, 8), w), {}), ((torch.randn(2, 3, 2, 2), w), {}),
+             ((torch.randn(2, 3, 8, 8).double(), w), {}), ((torch.randn(2, 3, 8, 8), w, torch.randn(3)), {}),
+             ((torch.randn(2, 3, 8, 8), w), {"groups": 2}), ((torch.randn(2, 3, 8, 8), w), {"stride": [0, 1]}),
+             ((torch.randn(2, 3, 8, 8), w), {"stride": [1, 1, 1]}), ((torch.randn(2, 3, 8), w), {"padding": [-1, 0]})]
+    for args, kwargs in cases:
+        with pytest.raises(RuntimeError) as expected:
+            torch.ops.aten.conv2d(*args, **kwargs)
+        with pytest.raises(RuntimeError) as actual:
+            torch.ops.tsmem.conv2d(*args, **kwargs)
+        assert str(actual.value).splitlines()[0] == str(expected.value).splitlines()[0]
+    with pytest.raises(RuntimeError, match="not supported for strided convolutions"):
+        torch.ops.tsmem.conv2d.padding(torch.randn(2, 3, 8, 8), w, stride=[2, 2], padding="same")
+    with pytest.raises(RuntimeError, match="Invalid padding string"):
+        torch.ops.tsmem.conv2d.padding(torch.randn(2, 3, 8, 8), w, padding="sane")
+
+
+def test_other_inputs_take_stock():
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    ours, stock = pair("conv2d")
+    assert_equal(list(torch.func.jvp(ours, (x, w), (x, w))), list(torch.func.jvp(stock, (x, w), (x, w))))
+    assert_equal([torch.func.grad(lambda z: ours(z, w).sum())(x)], [torch.func.grad(lambda z: stock(z, w).sum())(x)])
+    torch.testing.assert_close(torch.vmap(ours, (0, None))(x, w), torch.vmap(stock, (0, None))(x, w))
+    c = torch.randn(2, 3, 8, 8, dtype=torch.complex64, requires_grad=True)
+    assert_equal(run(ours, c, w.to(c.dtype)), run(stock, c, w.to(c.dtype)))
+
+
+def test_scripted_and_partial_gradients():
+    @torch.jit.script
+    def f(x, w):
+        return torch.relu(torch.ops.tsmem.conv2d(x * 2.0, w, None, [1, 1], [1, 1]))
+
+    x, w = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    expected = run(lambda a, b: torch.relu(torch.conv2d(a * 2.0, b, None, 1, 1)), x, w)
+    for _ in range(4):
+        assert_equal(run(f, x, w), expected)
+    w.requires_grad_(False)  # frozen after the calls: the same scripted function decides anew
+    kept, _ = saved(lambda: f(x, w))
+    assert all(k.shape != x.shape for k in kept)
+    w.requires_grad_(True)
+    y = torch.ops.tsmem.conv2d(x, w)
+    (only,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    both = torch.autograd.grad(y.sum(), (x, w))
+    assert torch.equal(only, both[0])

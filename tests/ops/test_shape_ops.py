@@ -1,0 +1,116 @@
+"""Pools and pads that keep sizes only."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_checks import DTYPES, assert_equal, channels_last, live_bytes, run, saved
+
+pytestmark = pytest.mark.usefixtures("ops")
+
+
+def cases():
+    for d in (1, 2, 3):
+        yield f"avg_pool{d}d", d, ([3] * d, [2] * d, [1] * d, True, False)
+        yield f"avg_pool{d}d", d, ([2] * d,)
+        yield f"adaptive_avg_pool{d}d", d, ([3] * d,)
+        yield f"adaptive_avg_pool{d}d", d, ([1] * d,)
+        yield f"reflection_pad{d}d", d, ([1, 2] * d,)
+        yield f"replication_pad{d}d", d, ([1, 2] * d,)
+        for mode in ("reflect", "replicate", "constant", "circular"):
+            yield "pad", d, ([1, 2] * d, mode)
+    yield "avg_pool2d", 2, ([3, 2], [2, 1], [1, 0], False, True, 5)
+
+
+CASES = pytest.mark.parametrize("name,d,args", list(cases()))
+
+
+def pair(name, args):
+    stock = getattr(torch.ops.aten, name)
+    return (lambda x: getattr(torch.ops.tsmem, name)(x, *args)), (lambda x: stock(x, *args))
+
+
+@CASES
+def test_equals_stock(name, d, args):
+    ours, stock = pair(name, args)
+    for dtype in DTYPES:
+        for shape in ((2, 3), (1, 1), (0, 3) if name != "pad" else (3, 2)):
+            x = torch.randn([*shape, *(7, 6, 5)[:d]]).to(dtype)
+            for z in (x, channels_last(x), torch.stack((x, x), -1)[..., 0], *(x[:1].unbind())):
+                try:
+                    expected = run(stock, z.requires_grad_())
+                except RuntimeError as error:  # an empty batch, or a dtype that stock does not take
+                    with pytest.raises(RuntimeError) as raised:
+                        run(ours, z)
+                    assert str(raised.value).splitlines()[0] == str(error).splitlines()[0]
+                    continue
+                assert_equal(run(ours, z), expected)
+                g = torch.ones(1, dtype=dtype).expand(expected[0].shape)
+                assert_equal(run(ours, z, cotangent=g), run(stock, z, cotangent=g))
+
+
+@CASES
+def test_keeps_nothing(name, d, args):
+    x = torch.randn([2, 8] + [20] * d, requires_grad=True)
+    ours = pair(name, args)[0]
+    assert saved(lambda: ours(x))[0] == []
+    assert live_bytes(lambda: ours(x * 1)) <= 4096
+
+
+@CASES
+def test_gradcheck(name, d, args):
+    x = torch.randn([2, 2] + [5] * d, dtype=torch.float64, requires_grad=True)
+    ours = pair(name, args)[0]
+    assert torch.autograd.gradcheck(ours, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(ours, x, fast_mode=True)
+
+
+@CASES
+def test_meta_fake_autocast(name, d, args):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    ours, stock = pair(name, args)
+    x = torch.randn([2, 3] + [7] * d)
+    meta = x.to("meta").requires_grad_()
+    expected = run(stock, x.clone().requires_grad_())
+    run(ours, meta, cotangent=torch.empty_like(expected[0], device="meta"))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x).requires_grad_()
+        ours(fake).sum().backward()
+        assert fake.grad.shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in DTYPES:
+            z = x.clone().to(dtype).requires_grad_()
+            assert_equal(run(ours, z), run(stock, z))
+
+
+def test_errors_are_stocks():
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    for name, args in (("avg_pool2d", ([9, 9],)), ("avg_pool2d", ([3, 3], [1, 1], [2, 2])), ("reflection_pad2d", ([9, 9, 1, 1],)),
+                       ("reflection_pad1d", ([1, 1],)), ("adaptive_avg_pool2d", ([2, 2, 2],)), ("pad", ([1], "reflect")),
+                       ("pad", ([1, 1, 1, 1], "mirror")), ("pad", ([1, 1, 1, 1], "reflect", 1.0)), ("avg_pool1d", ([2],))):
+        with pytest.raises(RuntimeError) as expected:
+            pair(name, args)[1](x)
+        with pytest.raises(RuntimeError) as actual:
+            pair(name, args)[0](x)
+        assert str(actual.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+def test_stock_keeps_sizes_only_where_there_is_no_op():
+    """Why upsample_*, mean and interpolate have no op of ours: were stock to start keeping tensors, this would tell."""
+    x = {d: torch.randn([2, 3] + [6] * d, requires_grad=True) for d in (1, 2, 3)}
+    modes = [(d, m, {}) for d in (1, 2, 3) for m in ("nearest", "nearest-exact")]
+    modes += [(1, "linear", {}), (2, "bilinear", {}), (2, "bicubic", {}), (3, "trilinear", {})]
+    modes += [(2, m, {"antialias": True}) for m in ("bilinear", "bicubic")]
+    for d, mode, kwargs in modes:
+        assert saved(lambda: F.interpolate(x[d], scale_factor=2.0, mode=mode, **kwargs))[0] == []
+    for f in (lambda: x[2].mean(), lambda: x[2].mean([2, 3]), lambda: x[2].mean([1], dtype=torch.float64)):
+        assert saved(f)[0] == []
+
+
+def test_scripted():
+    @torch.jit.script
+    def f(x):
+        return torch.ops.tsmem.avg_pool2d(torch.ops.tsmem.pad(x * 2.0, [1, 1, 1, 1], "reflect"), [3, 3], [2, 2])
+
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    for _ in range(4):
+        assert_equal(run(f, x), run(lambda z: F.avg_pool2d(F.pad(z * 2.0, [1] * 4, "reflect"), 3, 2), x))

@@ -1,0 +1,357 @@
+"""The command line's commands on models that are fine."""
+import json
+import os
+import shutil
+import stat
+import subprocess
+
+import pytest
+import torch
+
+from command_line import BINARY, SPEC, Net, fails, run, save_net
+
+COMMANDS = ["rewrite", "diff", "profile", "verify", "plan", "inspect", "patterns", "completion"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_net(tmp_path_factory.mktemp("model") / "net.pt")
+
+
+@pytest.fixture(scope="module")
+def rewritten(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("rewritten") / "net.mem.pt"
+    done = run("rewrite", model, "-o", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def extra_file(path, name):
+    files = {name: ""}
+    reader = torch._C.PyTorchFileReader(str(path))
+    return bytes(reader.get_record("extra/" + name)) if reader.has_record("extra/" + name) else None
+
+
+# Help and version.
+
+
+def test_help_has_an_example_for_every_command():
+    done = run("--help")
+    assert done.returncode == 0 and "Example: tsmem" in done.stdout and done.stderr == ""
+    for command in COMMANDS:
+        assert command in done.stdout
+        own = run(command, "--help")
+        assert own.returncode == 0 and f"tsmem {command}" in own.stdout.split("Example", 1)[1], own.stdout
+
+
+def test_version():
+    done = run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("tsmem ") and f"LibTorch {torch.__version__.split('+')[0]}" in done.stdout
+
+
+def test_common_options_before_and_after_the_command(model):
+    assert run("-q", "diff", model, model).stdout == run("diff", model, model, "-q").stdout == ""
+    before = run("--color", "always", "patterns").stdout
+    assert before == run("patterns", "--color=always").stdout and "\033[" in before
+
+
+def test_colors(model, rewritten):
+    assert "\033[" not in run("diff", model, rewritten).stdout  # not a terminal
+    colored = run("diff", model, rewritten, "--color", "always").stdout
+    assert "\033[31m" in colored and "\033[32m" in colored
+    assert "\033[" not in run("diff", model, rewritten, "--color", "never").stdout
+
+
+# rewrite
+
+
+def test_rewrite_tells_what_it_did(model, tmp_path):
+    out = tmp_path / "out.pt"
+    done = run("rewrite", model, "-o", out)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "bn-act" in done.stdout and str(out) in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["out.pt"]
+
+
+def test_rewrite_verifies_with_an_input(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--input", SPEC)
+    assert done.returncode == 0, done.stderr
+    assert "Verified" in done.stdout and (tmp_path / "out.pt").exists()
+
+
+def test_rewrite_json(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == {"tool", "version", "input", "output", "matches", "refused", "regions", "predicted"}
+    assert report["tool"] == "tsmem" and report["regions"] == [] and report["predicted"] is None
+    assert report["input"] == str(model) and report["output"] == str(tmp_path / "out.pt")
+    assert report["matches"]
+    for match in report["matches"]:
+        assert set(match) == {"pattern", "module", "method", "nodes", "op"}
+        assert match["nodes"] and "tsmem::" in match["op"]
+    assert {"block1", "block2"} <= {match["module"].split(".")[0] for match in report["matches"]}
+
+
+def test_rewrite_json_on_stdout_is_json_alone(model):
+    done = run("rewrite", model, "--dry-run", "--json", "-")
+    assert done.returncode == 0 and json.loads(done.stdout)["output"] is None
+
+
+def test_dry_run_writes_nothing(model, tmp_path):
+    done = run("rewrite", model, "--dry-run", "-o", tmp_path / "out.pt")
+    assert done.returncode == 0 and "Nothing was written" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_rewritten_model(model, rewritten):
+    of = lambda path: json.loads(run("rewrite", path, "--dry-run", "--json", "-").stdout)["matches"]
+    assert of(rewritten) == of(model)
+
+
+def test_quiet(model, tmp_path):
+    done = run("-q", "rewrite", model, "-o", tmp_path / "out.pt")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_verbose_lists_every_match(model, tmp_path):
+    done = run("-v", "rewrite", model, "-o", tmp_path / "out.pt")
+    assert done.returncode == 0 and "block2" in done.stdout and "tsmem::batch_norm_act" in done.stdout
+
+
+def test_explain(model):
+    done = run("rewrite", model, "--dry-run", "--explain", "--skip", "bn-act")
+    assert done.returncode == 0
+    assert "almost matched" in done.stdout.lower()
+
+
+def test_only_and_skip(model):
+    patterns = lambda *options: {
+        m["pattern"] for m in json.loads(run("rewrite", model, "--dry-run", "--json", "-", *options).stdout)["matches"]
+    }
+    assert patterns("--only", "bn-act") == {"bn-act"}
+    assert "bn-act" not in patterns("--skip", "bn-act")
+
+
+def test_freeze_and_train(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--freeze", "**", "--train", "head.*", "--input", SPEC)
+    assert done.returncode == 0, done.stderr
+    again = run("inspect", tmp_path / "out.pt", "--json", "-")
+    assert json.loads(again.stdout)["trainable"] == 4 * 3 + 3
+
+
+def test_nothing_to_rewrite_is_written_all_the_same(tmp_path):
+    torch.jit.script(torch.nn.Identity()).save(tmp_path / "id.pt")
+    done = run("rewrite", tmp_path / "id.pt", "-o", tmp_path / "out.pt")
+    assert done.returncode == 0 and "nothing to rewrite" in done.stdout
+    assert torch.equal(torch.jit.load(tmp_path / "out.pt")(torch.ones(2)), torch.ones(2))
+
+
+def test_restore_gives_the_original_back(model, rewritten, tmp_path):
+    done = run("rewrite", rewritten, "-o", tmp_path / "back.pt", "--restore", "--input", SPEC)
+    assert done.returncode == 0, done.stderr
+    same = run("diff", model, tmp_path / "back.pt")
+    assert same.returncode == 0 and "No difference" in same.stdout, same.stdout
+    x = torch.randn(2, 4, 8, 8)  # stock ops alone: loads here, where the op library is not
+    assert torch.equal(torch.jit.load(model)(x), torch.jit.load(tmp_path / "back.pt")(x))
+    assert extra_file(rewritten, "tsmem.json") and not extra_file(tmp_path / "back.pt", "tsmem.json")
+
+
+def test_extra_files_are_carried_over(tmp_path):
+    save_net(tmp_path / "net.pt", **{"labels.txt": "cat\ndog", "deep/config.json": "{}", "bytes.bin": b"\x00\xff\x00"})
+    for source, out, options in [("net.pt", "mem.pt", []), ("mem.pt", "back.pt", ["--restore"])]:
+        done = run("rewrite", tmp_path / source, "-o", tmp_path / out, *options)
+        assert done.returncode == 0, done.stderr
+        assert extra_file(tmp_path / out, "labels.txt") == b"cat\ndog"
+        assert extra_file(tmp_path / out, "deep/config.json") == b"{}"
+        assert extra_file(tmp_path / out, "bytes.bin") == b"\x00\xff\x00"
+    about = json.loads(extra_file(tmp_path / "mem.pt", "tsmem.json"))
+    assert about["tool"] == "tsmem" and about["matches"] and about["options"]["level"] == "ops"
+
+
+def test_mode_bits_are_a_new_files(model, tmp_path):
+    old = os.umask(0o027)
+    try:
+        assert run("rewrite", model, "-o", tmp_path / "out.pt").returncode == 0
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "out.pt").stat().st_mode) == 0o640
+
+
+def test_force_replaces_and_follows_links(model, tmp_path):
+    (tmp_path / "real.pt").write_text("old")
+    (tmp_path / "link.pt").symlink_to("real.pt")
+    assert run("rewrite", model, "-o", tmp_path / "link.pt", "--force").returncode == 0
+    assert (tmp_path / "link.pt").is_symlink() and (tmp_path / "real.pt").stat().st_size > 1000
+
+
+def test_a_reader_that_stops_early_is_no_error(model, tmp_path):
+    script = f"'{BINARY}' rewrite '{model}' -o '{tmp_path}/out.pt' -v | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and (tmp_path / "out.pt").exists()
+
+
+# diff
+
+
+def test_diff_of_a_model_with_itself(model):
+    done = run("diff", model, model)
+    assert done.returncode == 0 and "No difference" in done.stdout
+
+
+def test_diff_shows_what_went_and_what_came(model, rewritten):
+    done = run("diff", model, rewritten)
+    assert done.returncode == 1 and done.stderr == ""
+    assert "block1 (and 1 more): Block.forward" in done.stdout
+    assert "tsmem::batch_norm_act" in done.stdout and "@@ " in done.stdout
+    assert "___torch_mangle" not in done.stdout
+
+
+def test_diff_stat(model, rewritten):
+    done = run("diff", model, rewritten, "--stat")
+    assert done.returncode == 1 and "@@" not in done.stdout and "tsmem::batch_norm_act x2" in done.stdout
+
+
+def test_diff_json(model, rewritten):
+    assert json.loads(run("diff", model, model, "--format", "json").stdout)["equal"] is True
+    done = run("diff", model, rewritten, "--format", "json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["equal"] is False
+    (block,) = [m for m in report["methods"] if m["path"] == "block1" and m["method"] == "forward"]
+    assert block["status"] == "changed" and block["added_ops"]["tsmem::batch_norm_act"] == 1
+    statuses = {m["status"] for m in report["methods"]}
+    assert statuses <= {"same", "changed", "added", "removed"}
+
+
+def test_diff_of_one_method(model, rewritten):
+    done = run("diff", model, rewritten, "--method", "features", "--format", "json")
+    assert {m["method"] for m in json.loads(done.stdout)["methods"]} == {"features"}
+
+
+def test_diff_sees_a_changed_constant_and_wiring(tmp_path):
+    class Plain(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(x) - torch.sigmoid(x) * 2
+
+    class Constant(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(x) - torch.sigmoid(x) * 3
+
+    class Wiring(torch.nn.Module):
+        def forward(self, x):
+            return torch.relu(x) - torch.sigmoid(torch.relu(x)) * 2
+
+    class Swapped(torch.nn.Module):
+        def forward(self, x):
+            a = torch.relu(x)
+            return torch.sigmoid(x) * 2 - a
+
+    for kind in (Plain, Constant, Wiring, Swapped):
+        torch.jit.script(kind()).save(tmp_path / f"{kind.__name__}.pt")
+    for kind in (Constant, Wiring, Swapped):
+        done = run("diff", tmp_path / "Plain.pt", tmp_path / f"{kind.__name__}.pt")
+        assert done.returncode == 1, kind
+    again = torch.jit.load(tmp_path / "Plain.pt")  # values are numbered anew, classes named anew
+    again.save(tmp_path / "again.pt")
+    assert run("diff", tmp_path / "Plain.pt", tmp_path / "again.pt").returncode == 0
+
+
+def test_diff_sees_added_modules_and_methods(model, tmp_path):
+    class More(Net):
+        def __init__(self):
+            super().__init__()
+            self.extra = torch.nn.Dropout()
+
+        @torch.jit.export
+        def more(self, x):
+            return self.extra(x)
+
+    torch.jit.script(More()).save(tmp_path / "more.pt")
+    report = json.loads(run("diff", model, tmp_path / "more.pt", "--format", "json").stdout)
+    status = {(m["path"], m["method"]): m["status"] for m in report["methods"]}
+    assert status["extra", "forward"] == "added" and status["", "more"] == "added" and status["", "forward"] == "same"
+    back = json.loads(run("diff", tmp_path / "more.pt", model, "--format", "json").stdout)
+    assert {(m["path"], m["method"]): m["status"] for m in back["methods"]}["extra", "forward"] == "removed"
+
+
+# inspect, patterns, completion
+
+
+def test_inspect(model, rewritten):
+    done = run("inspect", model)
+    assert done.returncode == 0, done.stderr
+    for part in ("block1.conv", "BatchNorm2d", "aten::batch_norm", "bn-act", "features"):
+        assert part in done.stdout
+    report = json.loads(run("inspect", model, "--json", "-").stdout)
+    assert report["parameters"] == sum(p.numel() for p in Net().parameters()) == report["trainable"]
+    assert report["parameter_bytes"] == 4 * report["parameters"] and report["rewritten"] is False
+    assert {m["name"] for m in report["methods"]} == {"forward", "features"}
+    again = json.loads(run("inspect", rewritten, "--json", "-").stdout)
+    assert again["rewritten"] is True and again["matches"] == report["matches"] and again["parameters"] == report["parameters"]
+
+
+def test_patterns():
+    listed = run("patterns")
+    assert listed.returncode == 0 and "bn-act" in listed.stdout
+    one = run("patterns", "bn-act")
+    assert one.returncode == 0 and "tsmem::batch_norm_act" in one.stdout and "batch_norm(" in one.stdout
+
+
+def complete(*words):
+    script = (
+        f'source <("{BINARY}" completion bash); COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _tsmem; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout.split()
+
+
+def test_bash_completion(tmp_path):
+    assert complete("tsmem", "re") == ["rewrite"]
+    assert complete("tsmem", "rewrite", "--dr") == ["--dry-run"]
+    assert complete("tsmem", "-q", "diff", "--format", "j") == ["json"]
+    assert complete("tsmem", "diff", "--colo") == ["--color"]
+    assert complete("tsmem", "completion", "") == ["bash", "zsh", "fish"]
+    (tmp_path / "model.pt").touch()
+    assert complete("tsmem", "rewrite", f"{tmp_path}/mo") == [f"{tmp_path}/model.pt"]
+    assert complete("tsmem", "rewrite", "m.pt", "-o", f"{tmp_path}/mo") == [f"{tmp_path}/model.pt"]
+
+
+def test_completion_knows_every_option():
+    for shell in ("bash", "zsh", "fish"):
+        script = run("completion", shell)
+        assert script.returncode == 0
+        for option in ("restore", "dry-run", "stat", "color", "ops"):
+            assert option in script.stdout, (shell, option)
+        if shutil.which(shell):
+            checked = subprocess.run([shell, "-n"], input=script.stdout, capture_output=True, text=True)
+            assert checked.returncode == 0, (shell, checked.stderr)
+
+
+# What this version does not have says so.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--level", "regions"],
+        ["--level", "plan"],
+        ["--budget", "2GiB"],
+        ["--checkpoint", "block1"],
+        ["--amp", "bf16"],
+        ["--estimate"],
+        ["--batch-sizes", "32,64"],
+        ["--fit", "2GiB"],
+        ["--optimizer-states", "2"],
+    ],
+)
+def test_missing_levels_say_so(model, tmp_path, options):
+    assert options[0] in run("rewrite", "--help").stdout
+    fails(2, "rewrite", model, "-o", tmp_path / "out.pt", *options, says=["This version", options[0], "--level ops"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_commands_and_formats_say_so(model):
+    assert "plan" in run("--help").stdout
+    fails(2, "plan", model, "--input", SPEC, says=["This version", "rewrite"])
+    fails(2, "diff", model, model, "--format", "html", says=["This version", "text"])

@@ -1,0 +1,89 @@
+"""The C++ examples: built with CMake's find_package against an installed tsmem, and run; LD_PRELOAD and dlopen into a program that knows nothing of it."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import conftest
+import models
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = conftest.library().parents[1]
+
+
+def run(*command, env=None):
+    return subprocess.run([str(c) for c in command], env={**os.environ, **(env or {})}, capture_output=True, text=True)
+
+
+def output(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """`cmake --install`, into a folder whose name needs quoting."""
+    folder = tmp_path_factory.mktemp("installed here") / "with space"
+    output(run("cmake", "--install", BUILD, "--prefix", folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def programs(prefix, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if not run("which", "ccache").returncode else []
+    output(run("cmake", "-S", ROOT / "examples", "-B", folder, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}", *launcher,
+               env={"TSMEM_TORCH": str(Path(torch.__file__).parent)}))
+    output(run("cmake", "--build", folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(prefix, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    original, new = folder / "resnet18.pt", folder / "resnet18.mem.pt"
+    models.make("tv:resnet18", "script", original)
+    output(run(prefix / "bin" / "tsmem", "rewrite", original, "-o", new))
+    return original, new
+
+
+def test_installed_layout(prefix):
+    names = {str(p.relative_to(prefix)) for p in prefix.rglob("*")}
+    assert {"bin/tsmem", "lib/libtsmem_ops.so", "lib/cmake/tsmem/tsmemConfig.cmake"} <= names
+
+
+def test_linker_keeps_the_library(programs):
+    """The program names no symbol of it, so a plain link would drop it."""
+    assert "libtsmem_ops.so" in output(run("readelf", "-d", programs / "train"))
+    assert "libtsmem_ops.so" not in output(run("readelf", "-d", programs / "load_plain"))
+
+
+def test_train_gives_the_losses_of_the_original(programs, files):
+    losses = [[float(v) for v in re.findall(r"loss (\S+)", output(run(programs / "train", f, "3")))] for f in files]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[0][0] != losses[0][2]
+
+
+def test_program_without_the_library_says_what_is_missing(programs, files):
+    done = run(programs / "load_plain", files[1])
+    assert done.returncode == 1 and "Unknown builtin op: tsmem::" in done.stderr
+    assert "gradients" in output(run(programs / "load_plain", files[0]))
+
+
+def test_ld_preload_and_dlopen(programs, files, prefix):
+    library = str(prefix / "lib" / "libtsmem_ops.so")
+    expected = output(run(programs / "load_plain", files[0]))
+    assert output(run(programs / "load_plain", files[1], library)) == expected
+    # LD_PRELOAD splits at spaces.
+    assert output(run(programs / "load_plain", files[1], env={"LD_PRELOAD": str(BUILD / "lib" / "libtsmem_ops.so")})) == expected
+
+
+def test_train_py_of_a_source_tree(files):
+    code = f"import sys, runpy, tsmem; sys.argv = ['train.py', {str(files[1])!r}, '2', '2', '48']; runpy.run_path({str(ROOT / 'examples' / 'train.py')!r}, run_name='__main__')"
+    text = output(run(sys.executable, "-c", code, env={"PYTHONPATH": str(ROOT / "python"), "TSMEM_OPS": str(conftest.library())}))
+    assert text.count("loss") == 2

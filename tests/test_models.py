@@ -1,0 +1,31 @@
+"""Whole models through the command line: rewrite, verify over four calls in train and eval mode, restore, diff.
+
+The default is every small model of ours and a few real ones; TSMEM_ALL_MODELS=1 takes all of fixtures/models.txt, scripted and traced.
+"""
+import os
+
+import pytest
+
+import check_models
+import models
+import small
+
+REAL = [("tv:resnet18", "script"), ("tv:resnet18", "trace"), ("tv:mobilenet_v3_large", "script"), ("tv:vgg11_bn", "script"),
+        ("timm:regnety_004", "trace"), ("timm:repvgg_a2", "script")]
+OURS = [(name, how) for name in small.MODELS for how in models.kinds(name)]
+ALL = [(name, how) for name in models.names() for how in models.kinds(name)]
+
+
+@pytest.mark.parametrize("name,how", ALL if os.environ.get("TSMEM_ALL_MODELS") else OURS + REAL)
+def test_model(name, how):
+    row = check_models.check(name, how, timeout=900, memory=False)
+    assert row["failed"] is None, check_models.text(row)
+
+
+# A rewrite that finds nothing would pass all of the above.
+@pytest.mark.parametrize("name,how,least", [("tv:resnet18", "script", 20), ("tv:resnet18", "trace", 20), ("unet", "script", 10), ("cnn", "script", 4)])
+def test_rewrite_finds_what_is_there(name, how, least, tmp_path):
+    row = check_models.check(name, how, timeout=900)
+    assert row["failed"] is None, check_models.text(row)
+    assert row["matches"] >= least
+    assert row["saved_ratio"] < 0.95

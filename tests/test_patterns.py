@@ -1,0 +1,160 @@
+"""Each pattern from a user's side: rewritten by the command line, loaded in Python, same numbers, fewer bytes alive after forward."""
+import gc
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TSMEM = os.environ.get("TSMEM_BIN", os.path.join(ROOT, "build", "bin", "tsmem"))
+
+
+class Residual(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), act
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)) + x)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), act
+        self.fc = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        z = self.act(self.bn(self.conv(x)))
+        return z * torch.sigmoid(self.fc(z.mean([2, 3], keepdim=True)))
+
+
+def conv_bn(act, bias=False):
+    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=bias), nn.BatchNorm2d(8), act)
+
+
+def two(layer):
+    return nn.Sequential(layer(), layer())
+
+
+MODELS = {
+    "bn-act": lambda: two(lambda: conv_bn(nn.ReLU(inplace=True))),
+    "bn-act silu": lambda: two(lambda: conv_bn(nn.SiLU(inplace=True))),
+    "bn-act hardswish": lambda: two(lambda: conv_bn(nn.Hardswish(inplace=True))),
+    "bn-act leaky": lambda: two(lambda: conv_bn(nn.LeakyReLU(0.1), bias=True)),
+    "bn-add-act": lambda: two(lambda: Residual(nn.ReLU(inplace=True))),
+    "bn-add-act gelu": lambda: two(lambda: Residual(nn.GELU())),
+    "bn-act-mul": lambda: two(lambda: SqueezeExcite(nn.SiLU())),
+    "bn-act-max-pool": lambda: nn.Sequential(conv_bn(nn.ReLU(inplace=True)), nn.MaxPool2d(3, 2, 1), conv_bn(nn.ReLU())),
+    "activation": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 3), nn.Hardsigmoid()),
+    "max-pool": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)),
+    "shape-only": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)),
+    "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
+}
+# Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
+LIMITS = {
+    "bn-act": (1.01, 0.60), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (0.72, 0.45), "bn-add-act": (1.05, 0.62),
+    "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.75, 0.10), "max-pool": (0.55, 0.10),
+    "shape-only": (0.75, 0.10), "dropout": (0.75, 0.15),
+}
+
+
+def make(name, how, tmp_path):
+    torch.manual_seed(0)
+    module = MODELS[name]()
+    x = torch.randn(8, 8, 32, 32)
+    scripted = torch.jit.script(module) if how == "script" else torch.jit.trace(module, x, check_trace=False)
+    original, rewritten = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    scripted.save(original)
+    done = subprocess.run([TSMEM, "rewrite", original, "-o", rewritten, "-q"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return original, rewritten, x
+
+
+def step(module, x, seed):
+    torch.manual_seed(seed)
+    module.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = module(x)
+    if y.requires_grad:
+        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)).sum().backward()
+    return [y.detach(), x.grad] + [p.grad for p in module.parameters()] + [b.clone() for b in module.buffers()]
+
+
+def alive(module, x):
+    """Bytes held after forward: three calls first, as TorchScript changes the graph between calls."""
+    x = x.clone().requires_grad_()
+    for _ in range(3):
+        module(x).sum().backward()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        y = module(x)
+        mark = time.time_ns()
+        y.sum().backward()
+    events = [(e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return sum(n for t, n in events if t <= mark) - y.nbytes
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_and_bytes(name, how, tmp_path, ops):
+    original, rewritten, x = make(name, how, tmp_path)
+    for training in (True, False):
+        a, b = torch.jit.load(original).double(), torch.jit.load(rewritten).double()
+        a.train(training), b.train(training)
+        for call in range(4):
+            for u, v in zip(step(a, x.double(), call), step(b, x.double(), call), strict=True):
+                assert (u is None) == (v is None)
+                if u is not None:
+                    assert (u - v).norm() <= 1e-9 * max(u.norm().item(), 1e-3), f"call {call}, training={training}"
+    for frozen, limit in zip((False, True), LIMITS[name]):
+        a, b = torch.jit.load(original), torch.jit.load(rewritten)
+        for m in (a, b):
+            m.train()
+            m.requires_grad_(not frozen)
+        ratio = alive(b, x) / alive(a, x)
+        assert ratio <= limit, f"{'frozen' if frozen else 'trainable'}: {ratio:.3f}"
+
+
+def test_the_same_file_serves_every_state(tmp_path, ops):
+    """Frozen after loading, thawed again, eval and train: what is kept follows, without another rewrite."""
+    original, rewritten, x = make("bn-act", "script", tmp_path)
+    a, b = torch.jit.load(original), torch.jit.load(rewritten)
+    everything = alive(b, x)
+    b.requires_grad_(False)
+    frozen = alive(b, x)
+    b.eval()
+    frozen_eval = alive(b, x)
+    b.train().requires_grad_(True)
+    assert frozen_eval < 0.1 * everything < frozen < 0.7 * everything
+    assert alive(b, x) == everything
+    assert alive(a, x) >= everything
+
+
+def test_deepcopy_and_half(tmp_path, ops):
+    import copy
+    _, rewritten, x = make("bn-act-mul", "script", tmp_path)
+    m = torch.jit.load(rewritten)
+    twin = copy.deepcopy(m)
+    for u, v in zip(step(m, x, 0), step(twin, x, 0), strict=True):
+        assert torch.equal(u, v)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = copy.deepcopy(m).to(dtype)
+        for _ in range(3):
+            assert all(t.isfinite().all() for t in step(half, x.to(dtype), 0) if t is not None)
+    last = copy.deepcopy(m).to(memory_format=torch.channels_last)
+    assert last(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_freeze_and_optimize_for_inference(tmp_path, ops):
+    original, rewritten, x = make("bn-add-act", "script", tmp_path)
+    want = torch.jit.load(original).eval()(x)
+    for optimise in (torch.jit.freeze, torch.jit.optimize_for_inference):
+        frozen = optimise(torch.jit.load(rewritten).eval())
+        for _ in range(3):
+            with torch.no_grad():
+                torch.testing.assert_close(frozen(x), want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,326 @@
+#include "rewriter/verify.h"
+
+#include <ATen/Context.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "rewriter/error.h"
+
+namespace tsmem {
+namespace {
+
+using c10::IValue;
+using torch::jit::Module;
+
+const char* const kNet = R"(
+def forward(self, x):
+  y = torch.conv2d(x, self.weight, self.bias)
+  y = torch.batch_norm(y, self.gamma, self.beta, self.mean, self.var, self.training, 0.1, 1e-5, False)
+  return torch.tanh(y)
+)";
+
+// The same weights each time; `source` is its code.
+Module net(const std::string& source = kNet) {
+  Module m("Net");
+  m.register_attribute("training", c10::BoolType::get(), true);
+  auto generator = at::detail::getDefaultCPUGenerator().clone();
+  generator.set_current_seed(3);
+  auto parameter = [&](const char* name, at::Tensor t) {
+    t.set_requires_grad(true);
+    m.register_parameter(name, t, false);
+  };
+  parameter("weight", at::randn({4, 3, 3, 3}, generator));
+  parameter("bias", at::randn({4}, generator));
+  parameter("gamma", at::ones({4}));
+  parameter("beta", at::zeros({4}));
+  m.register_buffer("mean", at::zeros({4}));
+  m.register_buffer("var", at::ones({4}));
+  m.define(source);
+  return m;
+}
+
+std::string with(std::string source, const std::string& from, const std::string& to) {
+  auto at = source.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return source.replace(at, from.size(), to);
+}
+
+VerifyOptions quick() {
+  VerifyOptions o;
+  o.calls = 3;
+  o.seeds = 3;
+  o.measure = false;
+  return o;
+}
+
+std::vector<IValue> image() {
+  auto generator = at::detail::getDefaultCPUGenerator().clone();
+  generator.set_current_seed(8);
+  return {at::randn({4, 3, 8, 8}, generator)};
+}
+
+VerifyResult check(const Module& a, const Module& b) { return verify(a, b, image(), quick()); }
+
+void expect_unequal(const Module& b, const std::string& part) {
+  auto r = check(net(), b);
+  EXPECT_FALSE(r.equal);
+  bool found = false;
+  for (auto& d : r.differences) found |= d.find(part) != std::string::npos;
+  EXPECT_TRUE(found) << part << " not in: " << r.verdict;
+  EXPECT_NE(r.verdict.find('.'), std::string::npos);
+}
+
+TEST(Verify, IdenticalModels) {
+  auto r = check(net(), net());
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_TRUE(r.state_dict_equal);
+  ASSERT_EQ(r.calls.size(), 9u);  // three each in train, eval, no_grad
+  for (auto& c : r.calls) {
+    EXPECT_EQ(c.output_error, 0) << c.mode;
+    EXPECT_LT(c.gradient_error, 1e-5)
+        << c.mode;  // TorchScript differentiates the first call otherwise than the later ones
+    EXPECT_LT(c.f64_error, 1e-12) << c.mode;
+    EXPECT_GT(c.reference_output[0], 0);  // float32 is not float64
+    EXPECT_LT(c.reference_output[0], 1e-4);
+  }
+  EXPECT_EQ(r.calls[0].mode, "train");
+  EXPECT_EQ(r.calls[8].mode, "no_grad");
+  EXPECT_EQ(r.ratio_gradient, 1);
+}
+
+TEST(Verify, OtherRoundingIsAccepted) {
+  auto r = check(net(), net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y * 2) * 2 - 1")));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_GT(r.calls[0].output_error, 0);
+  EXPECT_LT(r.calls[0].f64_error, 1e-9);
+}
+
+TEST(Verify, ChangedWeights) {
+  auto b = net();
+  {
+    at::NoGradGuard guard;
+    b.attr("weight").toTensor().add_(1e-3);
+  }
+  expect_unequal(b, "Parameter 'weight' has other values");
+  EXPECT_FALSE(check(net(), b).state_dict_equal);
+}
+
+TEST(Verify, ChangedMathematics) {
+  expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y)")), "In float64 in train mode the models differ");
+  expect_unequal(net(with(kNet, "1e-5", "1.01e-5")), "In float64");
+}
+
+TEST(Verify, ChangedGradientAlone) {
+  // The same output, and half the gradient.
+  expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.tanh(y) * 0.5 + (torch.tanh(y) * 0.5).detach()")),
+                 "In float64 in train mode");
+}
+
+TEST(Verify, StatisticsUpdatedTwice) {
+  expect_unequal(net(with(kNet, "  return",
+                          "  z = torch.batch_norm(y, self.gamma, self.beta, self.mean, self.var, self.training, 0.1, "
+                          "1e-5, False)\n  return")),
+                 "In float64 in train mode");
+}
+
+TEST(Verify, OnlyOneModeDiffers) {
+  auto b =
+      net(with(kNet, "  return torch.tanh(y)", "  if not self.training:\n    y = y + 1e-3\n  return torch.tanh(y)"));
+  auto r = check(net(), b);
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("in eval mode"), std::string::npos) << r.verdict;
+  auto o = quick();
+  o.eval_mode = false;
+  EXPECT_TRUE(verify(net(), b, image(), o).equal);
+}
+
+TEST(Verify, ChangedFlags) {
+  auto b = net();
+  b.attr("beta").toTensor().set_requires_grad(false);
+  expect_unequal(b, "Parameter 'beta' needs a gradient in the first model alone");
+  auto c = net();
+  c.eval();
+  expect_unequal(c, "The training flag of the model differs");
+}
+
+TEST(Verify, GradientInOneModelAlone) {
+  auto b = net(with(kNet, "self.beta", "self.beta.detach()"));
+  auto r = check(net(), b);
+  EXPECT_FALSE(r.equal);
+  EXPECT_EQ(r.gradients_only_in_a, std::vector<std::string>{"beta"});
+  EXPECT_TRUE(r.gradients_only_in_b.empty());
+  r = check(b, net());
+  EXPECT_EQ(r.gradients_only_in_b, std::vector<std::string>{"beta"});
+}
+
+TEST(Verify, RandomStream) {
+  auto dropped = with(kNet, "torch.tanh(y)", "torch.dropout(torch.tanh(y), 0.3, self.training)");
+  auto r = check(net(dropped), net(dropped));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  auto more = with(dropped, "  return", "  y = y + torch.rand([1]) * 0\n  return");
+  r = check(net(dropped), net(more));
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("random"), std::string::npos) << r.verdict;
+  expect_unequal(net(dropped), "random");
+}
+
+TEST(Verify, SecondModelRaises) {
+  expect_unequal(
+      net(with(kNet, "  y = torch.conv2d", "  assert not self.training, \"no training\"\n  y = torch.conv2d")),
+      "no training");
+}
+
+TEST(Verify, BothRaiseInOneMode) {
+  auto source = with(kNet, "  y = torch.conv2d", "  assert self.training, \"only training\"\n  y = torch.conv2d");
+  auto r = check(net(source), net(source));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  ASSERT_FALSE(r.notes.empty());
+  EXPECT_NE(r.notes[0].find("only training"), std::string::npos) << r.notes[0];
+  r = check(net(source), net());
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("second does not"), std::string::npos) << r.verdict;
+}
+
+TEST(Verify, FirstModelNeverRuns) {
+  try {
+    verify(net(), net(), {at::ones({2, 5, 8, 8})}, quick());
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code, kBadInput);
+    EXPECT_NE(std::string(e.what()).find("The first model's forward fails"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("channels"), std::string::npos) << e.what();
+  }
+  EXPECT_THROW(verify(net(), net(), {}, quick()), Error);
+  auto o = quick();
+  o.method = "encode";
+  EXPECT_THROW(verify(net(), net(), image(), o), Error);
+}
+
+TEST(Verify, WithoutFloat64) {
+  auto source = with(kNet, "torch.tanh(y)", "torch.matmul(y, torch.ones([6, 6], dtype=6))");
+  auto r = check(net(source), net(source));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_NE(r.verdict.find("does not run in float64"), std::string::npos) << r.verdict;
+  r = check(net(source), net(with(source, "torch.matmul(y,", "torch.matmul(y * 1.001,")));
+  EXPECT_FALSE(r.equal);
+}
+
+TEST(Verify, DiscreteChoicesAreJudgedByTheFirstModelsOwnSpread) {
+  // The last digits decide: as chaotic in the one model as in the other.
+  auto chaotic = with(kNet, "torch.tanh(y)", "torch.tanh(y) + (y * 1e6 - torch.floor(y * 1e6)).detach()");
+  auto r = check(net(chaotic), net(with(chaotic, "torch.tanh(y)", "(torch.sigmoid(y * 2) * 2 - 1)")));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_GT(r.calls[0].reference_output[0], 1e-3);
+}
+
+TEST(Verify, NotANumberIsAValue) {
+  auto nan = with(kNet, "torch.tanh(y)", "torch.log(y)");
+  auto r = check(net(nan), net(nan));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_FALSE(check(net(nan), net()).equal);
+}
+
+TEST(Verify, InputsChangedInPlace) {
+  auto changing = with(kNet, "  y = torch.conv2d", "  x.mul_(0.5)\n  y = torch.conv2d");
+  auto r = check(net(changing), net(changing));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  r = check(net(with(changing, "x.mul_(0.5)", "x = x * 0.5")), net(changing));
+  EXPECT_FALSE(r.equal);
+}
+
+TEST(Verify, ArgumentsStayAsTheyAre) {
+  auto a = net(), b = net();
+  auto x = image();
+  auto before = x[0].toTensor().clone();
+  at::manual_seed(2);
+  auto expected = at::rand({2});
+  verify(a, b, x, quick());
+  EXPECT_TRUE(a.attr("mean").toTensor().equal(at::zeros({4})));
+  EXPECT_FALSE(a.attr("weight").toTensor().grad().defined());
+  EXPECT_TRUE(a.is_training());
+  EXPECT_TRUE(x[0].toTensor().equal(before));
+  EXPECT_FALSE(x[0].toTensor().requires_grad());
+}
+
+TEST(Verify, MeasuresBoth) {
+  auto o = quick();
+  o.measure = true;
+  auto r = verify(net(), net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y * 2) * 2 - 1")), image(), o);
+  EXPECT_TRUE(r.measured);
+  for (int k : {0, 1}) {
+    EXPECT_GT(r.saved_bytes[k], 0);
+    EXPECT_GT(r.peak_bytes[k], r.saved_bytes[k]);
+    EXPECT_GT(r.step_seconds[k], 0);
+  }
+  EXPECT_GT(r.saved_bytes[1], r.saved_bytes[0]);  // the sigmoid's output, and tanh's is the model's
+}
+
+TEST(Verify, Json) {
+  auto j = to_json(check(net(), net(with(kNet, "self.beta", "self.beta.detach()"))));
+  EXPECT_FALSE(j["equal"]);
+  EXPECT_EQ(j["gradients_only_in"]["a"][0], "beta");
+  EXPECT_TRUE(j["state_dict_equal"]);
+  for (auto key : {"saved_bytes", "peak_bytes", "step_seconds"}) EXPECT_EQ(j[key].size(), 2u);
+  for (auto key : {"mode", "output_error", "gradient_error", "buffer_error", "f64_error"})
+    EXPECT_TRUE(j["calls"][0].contains(key)) << key;
+  for (auto key : {"output", "gradient", "buffer"}) EXPECT_EQ(j["calls"][0]["reference_errors"][key].size(), 2u);
+}
+
+TEST(Structure, DormantMethodsAreNoDifference) {
+  auto b = net();
+  b.define("def _tsmem_original_forward(self, x):\n  return x\n");
+  EXPECT_TRUE(structure_differences(net(), b).empty());
+  b.define("def extra(self, x):\n  return x\n");
+  auto d = structure_differences(net(), b);
+  ASSERT_EQ(d.size(), 1u);
+  EXPECT_EQ(d[0], "Method 'extra' of the model is only in the second model.");
+}
+
+TEST(Structure, EachDifferenceIsNamed) {
+  auto first = [](const std::function<void(Module&)>& change) {
+    auto a = net(), b = net();
+    change(b);
+    auto d = structure_differences(a, b);
+    return d.empty() ? std::string() : d[0];
+  };
+  EXPECT_EQ(first([](Module&) {}), "");
+  EXPECT_EQ(first([](Module& m) { m.register_buffer("more", at::ones({1})); }),
+            "Buffer 'more' is only in the second model.");
+  EXPECT_EQ(first([](Module& m) { m.register_attribute("flag", c10::BoolType::get(), true); }),
+            "Attribute 'flag' is only in the second model.");
+  EXPECT_EQ(first([](Module& m) { m.register_module("sub", Module("Sub")); }),
+            "Module 'sub' is only in the second model.");
+  EXPECT_NE(first([](Module& m) {
+              m.attr("mean").toTensor().set_data(at::zeros({5}));
+            }).find("Buffer 'mean' is Float 4 in the first"),
+            std::string::npos);
+  EXPECT_NE(first([](Module& m) {
+              m.attr("mean").toTensor().set_data(at::zeros({4}, at::kDouble));
+            }).find("Double 4 in the second"),
+            std::string::npos);
+  EXPECT_EQ(first([](Module& m) { m.setattr("var", m.attr("mean")); }), "Buffer 'var' has other values.");
+  auto other = net("def forward(self, x, y: int = 3):\n  return x\n");
+  EXPECT_NE(structure_differences(net(), other)[0].find(
+                "Method 'forward' of the model is (x: Tensor) -> Tensor in the first"),
+            std::string::npos);
+}
+
+TEST(Structure, SharingCounts) {
+  auto tied = [](bool tie) {
+    Module m("Tied");
+    auto t = at::ones({2});
+    m.register_parameter("a", t, false);
+    m.register_parameter("b", tie ? t : at::ones({2}), false);
+    m.define("def forward(self, x):\n  return x * self.a * self.b\n");
+    return m;
+  };
+  EXPECT_TRUE(structure_differences(tied(true), tied(true)).empty());
+  auto d = structure_differences(tied(true), tied(false));
+  ASSERT_EQ(d.size(), 1u);
+  EXPECT_EQ(d[0], "'b' shares its memory with 'a' in the first model alone.");
+}
+
+}  // namespace
+}  // namespace tsmem
