@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "cli.h"
 #include "rewriter/diff.h"
@@ -32,11 +33,11 @@ int show_diff(const Options& o, const Common& common) {
   if (!common.quiet && !equal) print("- " + o.a + "\n+ " + o.b + "\n\n");
   if (!common.quiet || !equal) print(render_text(d, o.stat, use_color(common)));
   if (!common.quiet && o.method.empty()) {
+    std::set<std::string> shown;  // methods that only call each other differ alike
     for (auto& method : a.get_methods()) {
       if (method.name().starts_with("_tsmem_") || !b.find_method(method.name())) continue;
-      auto total = total_difference(a, b, method.name());
-      if (total.status != "same")
-        print(method.name() + " in all, with what it calls:\n" + ops_lines(total, use_color(common)));
+      auto total = ops_lines(total_difference(a, b, method.name()), use_color(common));
+      if (!total.empty() && shown.insert(total).second) print(method.name() + " in all, with what it calls:\n" + total);
     }
     for (auto& [path, module] : {std::make_pair(o.a, a), std::make_pair(o.b, b)})
       if (auto kept = kept_methods(module))

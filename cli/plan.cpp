@@ -20,11 +20,9 @@ Run add_plan(CLI::App& app, const Common&) {
   app.add_option("--plot", o->plot, "Draw the front to this file")->type_name("FILE");
   app.add_option("--json", o->json, "Write the points to this file")->type_name("FILE");
   app.footer("Example: tsmem plan model.pt --input 8x3x224x224 --plot front.svg");
-  return [o]() -> int {  // `o` is where the parser puts what it reads
-    throw Error(
-        kUsage,
-        "This version of tsmem can't plan; use 'tsmem rewrite', which rewrites operators, and 'tsmem profile --vs' to "
-        "see what it saves.");
+  return [o]() -> int {
+    throw Error(kUsage, "This version of tsmem can't plan; 'tsmem rewrite " + o->model +
+                            " -o OUT.pt' rewrites operators, and 'tsmem profile --vs' shows what that saves.");
   };
 }
 

@@ -3,7 +3,8 @@
 // Kept for backward, decided at every call:
 //   training            input (shared with the op that made it) and two numbers a channel; the activation is recomputed
 //   training, + other   the same and the activation's bits, or `other` where the activation has no bits
-//   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth; else bits
+//   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth;
+//   else bits
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -18,11 +19,13 @@ using torch::autograd::variable_list;
 
 struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   // Returns the output, and with `stats` the mean and the inverse deviation.
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& other, bool training,
-                               double momentum, double eps, const Act& act, bool stats, const std::string& name) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight,
+                               const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
+                               const OptTensor& other, bool training, double momentum, double eps, const Act& act,
+                               bool stats, const std::string& name) {
     ctx->set_materialize_grads(false);
-    const bool want_x = input.requires_grad(), want_w = wants_grad(weight), want_b = wants_grad(bias), want_z = wants_grad(other);
+    const bool want_x = input.requires_grad(), want_w = wants_grad(weight), want_b = wants_grad(bias),
+               want_z = wants_grad(other);
     const bool bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
     // What the derivative of the activation is taken from, unless it is 1.
     const bool x_alone = !other && (bits || !identity) && ((training && (want_x || want_w)) || want_w || !bits);
@@ -40,8 +43,8 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     std::vector<int64_t> state{edges.of(input), edges.of(weight), edges.of(bias)};
     edges.of(running_mean), edges.of(running_var);
     state.push_back(edges.of(other));
-    state.insert(state.end(), {want_x, want_w, want_b, want_z, training, is_channels_last(input), static_cast<int64_t>(act.kind),
-                               want_w ? static_cast<int64_t>(weight->scalar_type()) : 0,
+    state.insert(state.end(), {want_x, want_w, want_b, want_z, training, is_channels_last(input),
+                               static_cast<int64_t>(act.kind), want_w ? static_cast<int64_t>(weight->scalar_type()) : 0,
                                want_b ? static_cast<int64_t>(bias->scalar_type()) : 0});
     ctx->saved_data["state"] = std::move(state);
     ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
@@ -66,8 +69,8 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     if (identity) compute[3] = false;  // the gradient of `other` is the output's
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3])
-      g = norm_backward({grad, optional(saved[0]), optional(saved[1]), optional(saved[2]), saved[3], saved[4], optional(saved[5]),
-                         optional(saved[6]), state[8] != 0, state[9] != 0},
+      g = norm_backward({grad, optional(saved[0]), optional(saved[1]), optional(saved[2]), saved[3], saved[4],
+                         optional(saved[5]), optional(saved[6]), state[8] != 0, state[9] != 0},
                         act, compute);
     if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
     if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
@@ -81,29 +84,30 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act,
-                                       bool stats, const char* name) {
+std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
+                                       const Act& act, bool stats, const char* name) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
-    auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum,
-                                   bn.eps, act, stats, std::string(name));
+    auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
+                                   bn.momentum, bn.eps, act, stats, std::string(name));
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
   return {out, mean, invstd};
 }
 
-Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-                      const OptTensor& running_var, bool training, double momentum, double eps, bool cudnn_enabled,
-                      c10::string_view name, at::ArrayRef<double> args) {
+Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                      const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                      double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
   return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act"));
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                                                        const OptTensor& running_mean, const OptTensor& running_var, bool training,
-                                                        double momentum, double eps, bool cudnn_enabled, c10::string_view name,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight,
+                                                        const OptTensor& bias, const OptTensor& running_mean,
+                                                        const OptTensor& running_var, bool training, double momentum,
+                                                        double eps, bool cudnn_enabled, c10::string_view name,
                                                         at::ArrayRef<double> args) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
@@ -111,30 +115,34 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
   const Tensor out = stock_act(stock_norm(input, bn, cudnn_enabled), act);
   at::NoGradGuard no_grad;
   const auto acc = acc_type(input.scalar_type());
-  if (!training) return {out, running_mean->detach().to(acc, false, true), (running_var->detach().to(acc) + eps).rsqrt()};
+  if (!training)
+    return {out, running_mean->detach().to(acc, false, true), (running_var->detach().to(acc) + eps).rsqrt()};
   std::vector<int64_t> dims(input.dim() - 1, 0);
   for (int64_t d = 2; d < input.dim(); ++d) dims[d - 1] = d;
   const auto [var, mean] = at::var_mean(input.detach().to(acc), dims, /*correction=*/0, /*keepdim=*/false);
   return {out, mean, (var + eps).rsqrt()};
 }
 
-Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-                          const OptTensor& running_var, bool training, double momentum, double eps, bool cudnn_enabled,
-                          const Tensor& other, c10::string_view name, at::ArrayRef<double> args) {
+Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                          const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                          double eps, bool cudnn_enabled, const Tensor& other, c10::string_view name,
+                          at::ArrayRef<double> args) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, other, act)) return stock_act(stock_norm(input, bn, cudnn_enabled) + other, act);
   return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act"));
 }
 
-#define TSMEM_BN                                                                                            \
+#define TSMEM_BN                                                                                                   \
   "Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, " \
   "float momentum, float eps, bool cudnn_enabled"
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args) -> Tensor", TORCH_FN(batch_norm_act));
-  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args) -> (Tensor, Tensor, Tensor)", TORCH_FN(batch_norm_act_stats));
-  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args) -> Tensor", TORCH_FN(batch_norm_add_act));
+  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args) -> (Tensor, Tensor, Tensor)",
+        TORCH_FN(batch_norm_act_stats));
+  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args) -> Tensor",
+        TORCH_FN(batch_norm_add_act));
 }
 
 }  // namespace

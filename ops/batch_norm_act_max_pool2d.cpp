@@ -1,7 +1,8 @@
 // max_pool2d(act(batch_norm(input))), a network's stem.
 //
-// Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to windows of 256, 2
-// up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that backward returns.
+// Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to
+// windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
+// backward returns.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -20,21 +21,22 @@ struct Pool {
 };
 
 const c10::OperatorHandle& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_forward", "");
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_forward", "");
   return op;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, const BatchNormArgs& bn, const Act& act, const Pool& pool,
-                                                       bool keep_positions) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, const BatchNormArgs& bn, const Act& act,
+                                                       const Pool& pool, bool keep_positions) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      forward_op()
-          .typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(
-              const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool, double, double, int64_t,
-              double, double, double, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool)>();
+  static const auto op = forward_op()
+                             .typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+                                 const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                                 bool, double, double, int64_t, double, double, double, IntArrayRef, IntArrayRef,
+                                 IntArrayRef, IntArrayRef, IntArrayRef, bool)>();
   return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps,
-                 static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel, pool.stride, pool.padding, pool.dilation,
-                 pool.out_size, keep_positions);
+                 static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel, pool.stride, pool.padding,
+                 pool.dilation, pool.out_size, keep_positions);
 }
 
 struct NormPool : torch::autograd::Function<NormPool> {
@@ -46,9 +48,9 @@ struct NormPool : torch::autograd::Function<NormPool> {
     Edges edges;
     ctx->saved_data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     ctx->saved_data["wants"] = std::vector<int64_t>{input.requires_grad(), wants_grad(weight), wants_grad(bias)};
-    ctx->saved_data["state"] = std::vector<int64_t>{bn.training, is_channels_last(input), static_cast<int64_t>(act.kind),
-                                                    weight ? static_cast<int64_t>(weight->scalar_type()) : 0,
-                                                    bias ? static_cast<int64_t>(bias->scalar_type()) : 0};
+    ctx->saved_data["state"] = std::vector<int64_t>{
+        bn.training, is_channels_last(input), static_cast<int64_t>(act.kind),
+        weight ? static_cast<int64_t>(weight->scalar_type()) : 0, bias ? static_cast<int64_t>(bias->scalar_type()) : 0};
     ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
     ctx->saved_data["kernel"] = pool.kernel;
     ctx->saved_data["stride"] = pool.stride;
@@ -61,7 +63,8 @@ struct NormPool : torch::autograd::Function<NormPool> {
     variable_list result(6);
     if (!grads[0].defined()) return result;
     auto& data = ctx->saved_data;
-    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(), state = data["state"].toIntVector();
+    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(),
+               state = data["state"].toIntVector();
     const auto act = data["act"].toDoubleVector();
     std::array<bool, 3> want;
     for (int i = 0; i < 3; ++i) want[i] = wants[i] && edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
@@ -70,16 +73,16 @@ struct NormPool : torch::autograd::Function<NormPool> {
     std::vector<Tensor> g;
     {
       at::AutoDispatchBelowADInplaceOrView guard;
-      static const auto op =
-          c10::Dispatcher::singleton()
-              .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_backward", "")
-              .typed<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
-                                                        const Tensor&, const Tensor&, const Tensor&, bool, bool, int64_t, double,
-                                                        double, double, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                                                        std::array<bool, 3>)>();
-      auto [x, w, b] = op.call(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], saved[5],
-                               state[0] != 0, state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
-                               data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
+      static const auto op = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_backward", "")
+                                 .typed<std::tuple<Tensor, Tensor, Tensor>(
+                                     const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
+                                     const Tensor&, const Tensor&, bool, bool, int64_t, double, double, double,
+                                     IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, std::array<bool, 3>)>();
+      auto [x, w, b] =
+          op.call(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], saved[5],
+                  state[0] != 0, state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
+                  data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
       if (w.defined()) w = w.to(static_cast<at::ScalarType>(state[3]));
       if (b.defined()) b = b.to(static_cast<at::ScalarType>(state[4]));
       g = {x, w, b};
@@ -98,13 +101,15 @@ int64_t pooled(int64_t size, int64_t kernel, int64_t stride, int64_t padding, in
   const int64_t span = size + 2 * padding - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);
   if (span < 0) return 0;
   int64_t out = span / stride + 1;
-  if (ceil_mode && (out - 1) * stride >= size + padding) --out;  // the last window starts inside the input or its left padding
+  if (ceil_mode && (out - 1) * stride >= size + padding)
+    --out;  // the last window starts inside the input or its left padding
   return out;
 }
 
-Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-                                 const OptTensor& running_var, bool training, double momentum, double eps, bool cudnn_enabled,
-                                 c10::string_view name, at::ArrayRef<double> args, IntArrayRef kernel_size, IntArrayRef stride,
+Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                 const OptTensor& running_mean, const OptTensor& running_var, bool training,
+                                 double momentum, double eps, bool cudnn_enabled, c10::string_view name,
+                                 at::ArrayRef<double> args, IntArrayRef kernel_size, IntArrayRef stride,
                                  IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
@@ -118,6 +123,18 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
         pooled(input.size(2 + d), pool.kernel[d], pool.stride[d], pool.padding[d], pool.dilation[d], ceil_mode));
     usable = pool.out_size[d] > 0;
   }
+  // With given statistics and a frozen weight even the norm's input need not be kept: bits and positions do.
+  if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {
+    using Norm = Tensor(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
+                        double, double, bool, c10::string_view, at::ArrayRef<double>);
+    using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool);
+    static const auto norm = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::batch_norm_act", "").typed<Norm>();
+    static const auto max_pool =
+        c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::max_pool2d", "").typed<MaxPool>();
+    const Tensor z =
+        norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, name, args);
+    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode);
+  }
   if (!usable) {
     const Tensor activated = stock_act(stock_norm(input, bn, cudnn_enabled), act);
     return at::max_pool2d(activated, kernel_size, stride, padding, dilation, ceil_mode);
@@ -129,8 +146,10 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def(
-      "batch_norm_act_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, int[2] kernel_size, int[2] stride, "
+      "batch_norm_act_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, "
+      "bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, int[2] kernel_size, "
+      "int[2] stride, "
       "int[2] padding, int[2] dilation, bool ceil_mode) -> Tensor",
       TORCH_FN(batch_norm_act_max_pool2d));
 }

@@ -1,8 +1,8 @@
 // act(batch_norm(convolution(input))) as one op.
 //
-// Kept for backward: the convolution's input only if its weight needs a gradient or the output is recomputed; its weight only if its
-// input does; and of the normalisation what batch_norm_act keeps, where with `recompute` the convolution's output is not kept but
-// computed again.
+// Kept for backward: the convolution's input only if its weight needs a gradient or the output is recomputed; its
+// weight only if its input does; and of the normalisation what batch_norm_act keeps, where with `recompute` the
+// convolution's output is not kept but computed again.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -28,9 +28,9 @@ struct ConvArgs {
 };
 
 struct ConvNorm : torch::autograd::Function<ConvNorm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& conv_weight, const OptTensor& conv_bias,
-                        const OptTensor& weight, const OptTensor& bias, const ConvArgs& conv, const BatchNormArgs& bn, const Act& act,
-                        bool recompute_y) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& conv_weight,
+                        const OptTensor& conv_bias, const OptTensor& weight, const OptTensor& bias,
+                        const ConvArgs& conv, const BatchNormArgs& bn, const Act& act, bool recompute_y) {
     ctx->set_materialize_grads(false);
     const bool want_conv = input.requires_grad() || conv_weight.requires_grad() || wants_grad(conv_bias);
     const bool want_w = wants_grad(weight), bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
@@ -48,8 +48,10 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                             from_y ? value_or_undefined(bias) : Tensor(), mean, invstd, keep_mask ? mask : Tensor()});
     auto& data = ctx->saved_data;
     Edges edges;
-    data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight), edges.of(bias)};
-    data["wants"] = std::vector<int64_t>{input.requires_grad(), conv_weight.requires_grad(), wants_grad(conv_bias), want_w, wants_grad(bias)};
+    data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight),
+                                         edges.of(bias)};
+    data["wants"] = std::vector<int64_t>{input.requires_grad(), conv_weight.requires_grad(), wants_grad(conv_bias),
+                                         want_w, wants_grad(bias)};
     data["state"] = std::vector<int64_t>{bn.training,
                                          is_channels_last(y),
                                          again,
@@ -76,14 +78,19 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
-    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(), state = data["state"].toIntVector();
+    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(),
+               state = data["state"].toIntVector();
     const auto arguments = data["act"].toDoubleVector();
     bool want[5];
     bool any = false;
     for (int i = 0; i < 5; ++i) any |= want[i] = wants[i] && edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
     if (!any) return result;
-    const ConvArgs conv{data["stride"].toIntVector(),         data["padding"].toIntVector(), data["dilation"].toIntVector(),
-                        data["output_padding"].toIntVector(), state[6] != 0,                 state[7]};
+    const ConvArgs conv{data["stride"].toIntVector(),
+                        data["padding"].toIntVector(),
+                        data["dilation"].toIntVector(),
+                        data["output_padding"].toIntVector(),
+                        state[6] != 0,
+                        state[7]};
     const Act act{static_cast<ActKind>(state[3]), arguments[0], arguments[1], arguments[2]};
     const auto saved = ctx->get_saved_variables();
     std::vector<Tensor> g(5);
@@ -91,8 +98,16 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
       at::NoGradGuard no_grad;
       const Tensor y = state[2] ? conv.forward(saved[0], saved[1], optional(saved[2])) : saved[3];
       const bool through = want[0] || want[1] || want[2];
-      auto norm = norm_backward({grad, optional(y), optional(saved[4]), optional(saved[5]), saved[6], saved[7], {}, optional(saved[8]),
-                                 state[0] != 0, state[1] != 0},
+      auto norm = norm_backward({grad,
+                                 optional(y),
+                                 optional(saved[4]),
+                                 optional(saved[5]),
+                                 saved[6],
+                                 saved[7],
+                                 {},
+                                 optional(saved[8]),
+                                 state[0] != 0,
+                                 state[1] != 0},
                                 act, {through, want[3], want[4], false});
       if (norm[1].defined()) g[3] = norm[1].to(static_cast<at::ScalarType>(state[4]));
       if (norm[2].defined()) g[4] = norm[2].to(static_cast<at::ScalarType>(state[5]));
@@ -100,14 +115,16 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
         // Of an operand that is not kept, the backward functions read the shape alone.
         const auto shape = [&](const Tensor& kept, const char* sizes, int64_t format) {
           if (kept.defined()) return kept;
-          const auto meta = at::empty(data[sizes].toIntVector(), grad.options().device(at::kMeta), static_cast<at::MemoryFormat>(format));
+          const auto meta = at::empty(data[sizes].toIntVector(), grad.options().device(at::kMeta),
+                                      static_cast<at::MemoryFormat>(format));
           return shape_of(meta.sizes(), meta.strides(), grad.options());
         };
         const auto bias_sizes = data["bias_sizes"].toIntVector();
         auto [x, w, b] = at::convolution_backward(
             norm[0], shape(saved[0], "input_sizes", state[8]), shape(saved[1], "weight_sizes", state[9]),
-            bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes), conv.stride, conv.padding,
-            conv.dilation, conv.transposed, conv.output_padding, conv.groups, {want[0], want[1], want[2]});
+            bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes), conv.stride,
+            conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups,
+            {want[0], want[1], want[2]});
         g[0] = x, g[1] = w, g[2] = b;
       }
     }
@@ -119,8 +136,8 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
   }
 };
 
-// Autocast's policy for convolutions: to its lower precision. (Cast here, not by an autocast kernel, as what follows the convolution
-// has stock's own policies.)
+// Autocast's policy for convolutions: to its lower precision. (Cast here, not by an autocast kernel, as what follows
+// the convolution has stock's own policies.)
 Tensor for_autocast(const Tensor& t) {
   if (!t.defined()) return t;
   const auto device = t.device().type();
@@ -130,23 +147,26 @@ Tensor for_autocast(const Tensor& t) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
 }
 
-Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, const OptTensor& conv_bias_, IntArrayRef stride,
-                           IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
-                           const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
-                           bool training, double momentum, double eps, bool cudnn_enabled, c10::string_view name,
-                           at::ArrayRef<double> args, bool recompute) {
+Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, const OptTensor& conv_bias_,
+                           IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                           IntArrayRef output_padding, int64_t groups, const OptTensor& weight, const OptTensor& bias,
+                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                           double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
+                           bool recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   const Tensor input = for_autocast(input_), conv_weight = for_autocast(conv_weight_);
   const OptTensor conv_bias = optional(for_autocast(value_or_undefined(conv_bias_)));
   const ConvArgs conv{stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), transposed, groups};
-  const bool grad = needs_grad(input, conv_weight, value_or_undefined(conv_bias), value_or_undefined(weight), value_or_undefined(bias));
+  const bool grad = needs_grad(input, conv_weight, value_or_undefined(conv_bias), value_or_undefined(weight),
+                               value_or_undefined(bias));
   const auto fits = [&](const Tensor& t) {
     return plain(t) && t.scalar_type() == input.scalar_type() && t.device() == input.device();
   };
-  const bool fused = grad && input.dim() >= 3 && input.dim() == conv_weight.dim() && input.sym_numel() != 0 && fits(conv_weight) &&
-                     (!conv_bias || fits(*conv_bias)) && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
-                     norm_usable(input, transposed ? conv_weight.sym_size(1) * groups : conv_weight.sym_size(0), bn, act);
+  const bool fused =
+      grad && input.dim() >= 3 && input.dim() == conv_weight.dim() && input.sym_numel() != 0 && fits(conv_weight) &&
+      (!conv_bias || fits(*conv_bias)) && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+      norm_usable(input, transposed ? conv_weight.sym_size(1) * groups : conv_weight.sym_size(0), bn, act);
   if (fused) return ConvNorm::apply(input, conv_weight, conv_bias, weight, bias, conv, bn, act, recompute);
   const Tensor y = conv.forward(input, conv_weight, conv_bias);
   if (grad || !norm_usable(y, bn, {}, act)) return stock_act(stock_norm(y, bn, cudnn_enabled), act);
@@ -155,9 +175,11 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def(
-      "conv_batch_norm_act(Tensor input, Tensor conv_weight, Tensor? conv_bias, int[] stride, int[] padding, int[] dilation, "
+      "conv_batch_norm_act(Tensor input, Tensor conv_weight, Tensor? conv_bias, int[] stride, int[] padding, int[] "
+      "dilation, "
       "bool transposed, int[] output_padding, int groups, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, "
+      "Tensor(b!)? running_var, bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] "
+      "act_args, "
       "bool recompute) -> Tensor",
       TORCH_FN(conv_batch_norm_act));
 }

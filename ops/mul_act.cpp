@@ -1,7 +1,8 @@
 // activated * scale, where activated = act(input) or act(batch_norm(input)): squeeze-excite, layer scale.
 //
-// The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the activation's
-// input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input, if the scale needs one.
+// The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the
+// activation's input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input,
+// if the scale needs one.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -39,10 +40,10 @@ Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_siz
       at::AutoDispatchBelowADInplaceOrView guard;
       static const auto op =
           scale_grad_op()
-              .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
-                            int64_t, double, double, double)>();
-      sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind), act.a, act.b,
-                     act.c);
+              .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                            const OptTensor&, bool, int64_t, double, double, double)>();
+      sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind),
+                     act.a, act.b, act.c);
     }
     if (!per_channel) return sums.view(scale_sizes);
     std::vector<int64_t> sizes(dims, 1);
@@ -64,12 +65,14 @@ Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_siz
 }
 
 struct MulAct : torch::autograd::Function<MulAct> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
-                        const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd, const Act& act, const std::string& name) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input,
+                        const OptTensor& weight, const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd,
+                        const Act& act, const std::string& name) {
     ctx->set_materialize_grads(false);
     const bool want_activated = activated.requires_grad(), want_scale = scale.requires_grad();
     const auto source = [&](const OptTensor& t) { return want_scale ? value_or_undefined(t) : Tensor(); };
-    ctx->save_for_backward({want_activated ? scale : Tensor(), source(input), source(weight), source(bias), source(mean), source(invstd)});
+    ctx->save_for_backward(
+        {want_activated ? scale : Tensor(), source(input), source(weight), source(bias), source(mean), source(invstd)});
     ctx->saved_data["wants"] = std::vector<int64_t>{want_activated, want_scale};
     ctx->saved_data["scale_sizes"] = scale.sizes();
     ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
@@ -92,9 +95,10 @@ struct MulAct : torch::autograd::Function<MulAct> {
       at::NoGradGuard no_grad;
       if (wants[0] && ctx->needs_input_grad(0)) g[0] = at::mul(grad, saved[0]);
       if (wants[1] && ctx->needs_input_grad(1))
-        g[1] = scale_grad(grad, {saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5])},
-                          data["scale_sizes"].toIntVector(), act)
-                   .to(grad.scalar_type());
+        g[1] =
+            scale_grad(grad, {saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5])},
+                       data["scale_sizes"].toIntVector(), act)
+                .to(grad.scalar_type());
     }
     variable_list sources{grad};
     sources.insert(sources.end(), saved.begin(), saved.end());
@@ -108,15 +112,17 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
                 has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
                 s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
-                scale.device() == activated.device() && s.input.device() == activated.device() && scale.dim() <= activated.dim() &&
-                activated.numel() > 0 && !s.input.is_same(activated);
-  for (int64_t d = 1; usable && d <= scale.dim(); ++d) usable = scale.size(-d) == 1 || scale.size(-d) == activated.size(-d);
+                scale.device() == activated.device() && s.input.device() == activated.device() &&
+                scale.dim() <= activated.dim() && activated.numel() > 0 && !s.input.is_same(activated);
+  for (int64_t d = 1; usable && d <= scale.dim(); ++d)
+    usable = scale.size(-d) == 1 || scale.size(-d) == activated.size(-d);
   if (usable && s.mean) usable = activated.dim() >= 2 && s.invstd && s.mean->numel() == activated.size(1);
   if (!usable) return at::mul(activated, scale);
   return MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
 }
 
-Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name, at::ArrayRef<double> args) {
+Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
+               at::ArrayRef<double> args) {
   return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act");
 }
 
@@ -127,9 +133,11 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args) -> Tensor", TORCH_FN(mul_act));
+  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args) -> Tensor",
+        TORCH_FN(mul_act));
   m.def(
-      "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, "
       "str act, float[] act_args) -> Tensor",
       TORCH_FN(mul_batch_norm_act));
 }

@@ -17,7 +17,8 @@ const c10::OperatorHandle& forward_op() {
   return op;
 }
 
-// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel each.
+// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel
+// each.
 bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const BatchNormArgs& bn) {
   const auto dtype = input.scalar_type();
   const bool low = dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -34,21 +35,35 @@ bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const Batc
 
 const char* stock_name(ActKind kind) {
   switch (kind) {
-    case ActKind::identity: return nullptr;
-    case ActKind::relu: return "aten::relu";
-    case ActKind::hardtanh: return "aten::hardtanh";
-    case ActKind::threshold: return "aten::threshold";
-    case ActKind::leaky_relu: return "aten::leaky_relu";
-    case ActKind::hardsigmoid: return "aten::hardsigmoid";
-    case ActKind::silu: return "aten::silu";
-    case ActKind::hardswish: return "aten::hardswish";
+    case ActKind::identity:
+      return nullptr;
+    case ActKind::relu:
+      return "aten::relu";
+    case ActKind::hardtanh:
+      return "aten::hardtanh";
+    case ActKind::threshold:
+      return "aten::threshold";
+    case ActKind::leaky_relu:
+      return "aten::leaky_relu";
+    case ActKind::hardsigmoid:
+      return "aten::hardsigmoid";
+    case ActKind::silu:
+      return "aten::silu";
+    case ActKind::hardswish:
+      return "aten::hardswish";
     case ActKind::gelu:
-    case ActKind::gelu_tanh: return "aten::gelu";
-    case ActKind::sigmoid: return "aten::sigmoid";
-    case ActKind::tanh: return "aten::tanh";
-    case ActKind::elu: return "aten::elu";
-    case ActKind::softplus: return "aten::softplus";
-    case ActKind::mish: return "aten::mish";
+    case ActKind::gelu_tanh:
+      return "aten::gelu";
+    case ActKind::sigmoid:
+      return "aten::sigmoid";
+    case ActKind::tanh:
+      return "aten::tanh";
+    case ActKind::elu:
+      return "aten::elu";
+    case ActKind::softplus:
+      return "aten::softplus";
+    case ActKind::mish:
+      return "aten::mish";
   }
   return nullptr;
 }
@@ -76,26 +91,28 @@ bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& 
 }
 
 Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled) {
-  return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, cudnn_enabled);
+  return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps,
+                        cudnn_enabled);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                                        const Act& act, bool keep_mask) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const BatchNormArgs& bn,
+                                                        const OptTensor& other, const Act& act, bool keep_mask) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = forward_op()
-                             .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                                         const OptTensor&, bool, double, double, int64_t, double, double, double, bool)>();
+  static const auto op =
+      forward_op()
+          .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                      const OptTensor&, bool, double, double, int64_t, double, double, double, bool)>();
   return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum, bn.eps,
                  static_cast<int64_t>(act.kind), act.a, act.b, act.c, keep_mask);
 }
 
 std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tsmem::_batch_norm_act_backward", "")
-          .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
-                      const OptTensor&, const OptTensor&, bool, bool, int64_t, double, double, double, std::array<bool, 4>)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_batch_norm_act_backward", "")
+                             .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                                         const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, bool, bool,
+                                         int64_t, double, double, double, std::array<bool, 4>)>();
   auto [x, w, bias, pre] = op.call(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
                                    b.channels_last, static_cast<int64_t>(act.kind), act.a, act.b, act.c, want);
   return {x, w, bias, pre};

@@ -1,5 +1,5 @@
-// The raw normalisation ops (registered in cpu/norm.cpp for CPU and Meta; another backend registers its own under the same names)
-// and what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
+// The raw normalisation ops (registered in cpu/norm.cpp for CPU and Meta; another backend registers its own under the
+// same names) and what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
 #pragma once
 #include <ATen/ATen.h>
 
@@ -29,14 +29,16 @@ struct BatchNormArgs {
   double momentum, eps;
 };
 
-// act(batch_norm(input) + other), with the mean and inverse deviation that it used (acc_type) and, with keep_mask, the activation's
-// bits (one_bit activations; else empty). Updates the running statistics in training. input: dense or not, dtype f32/f64/bf16/f16;
-// the output is dense in input.suggest_memory_format(). other: input's sizes and dtype.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward(const at::Tensor& input, const BatchNormArgs& bn,
-                                                                        const OptTensor& other, const Act& act, bool keep_mask);
+// act(batch_norm(input) + other), with the mean and inverse deviation that it used (acc_type) and, with keep_mask, the
+// activation's bits (one_bit activations; else empty). Updates the running statistics in training. input: dense or not,
+// dtype f32/f64/bf16/f16; the output is dense in input.suggest_memory_format(). other: input's sizes and dtype.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward(const at::Tensor& input,
+                                                                        const BatchNormArgs& bn, const OptTensor& other,
+                                                                        const Act& act, bool keep_mask);
 
-// Gradients of input, weight, bias (the latter two in acc_type) and of the pre-activation (for `other`), as asked for by `want`.
-// input: needed in training, for the weight's gradient, and to recompute the activation where there is no mask.
+// Gradients of input, weight, bias (the latter two in acc_type) and of the pre-activation (for `other`), as asked for
+// by `want`. input: needed in training, for the weight's gradient, and to recompute the activation where there is no
+// mask.
 struct NormBackward {
   at::Tensor grad;
   OptTensor input, weight, bias;
@@ -58,7 +60,8 @@ bool norm_usable(const at::Tensor& like, const c10::SymInt& channels, const Batc
 // at::batch_norm
 at::Tensor stock_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
 
-// Counts the tensors that autograd sees among a Function's arguments, in order, as needs_input_grad() does; -1 where there is none.
+// Counts the tensors that autograd sees among a Function's arguments, in order, as needs_input_grad() does; -1 where
+// there is none.
 struct Edges {
   int64_t next = 0;
   int64_t of(const at::Tensor& t) { return t.defined() ? next++ : -1; }

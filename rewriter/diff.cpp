@@ -409,34 +409,60 @@ const Graph* graph_of(Function* f) {
   return g ? g->graph().get() : nullptr;
 }
 
-// Operators, and calls with what they call, however deep in branches; what only moves values about is left out.
+// Operators, and calls with what they call, however deep in branches; what only moves values about is left out, and so
+// are branches that a call's constant arguments rule out.
 struct Ops {
+  using Known = std::unordered_map<const Value*, bool>;
+  struct Call {
+    Function* function;  // null where it isn't known before run time
+    Known known;         // the callee's inputs that are constant here
+  };
   std::map<std::string, int> ops;
-  std::map<std::string, std::vector<Function*>> calls;
+  std::set<std::string> on_tensors;  // those with a tensor among their results
+  std::map<std::string, std::vector<Call>> calls;
 
-  void add(const Block* b) {
+  static std::optional<bool> constant(const Value* v, const Known& known) {
+    if (auto it = known.find(v); it != known.end()) return it->second;
+    auto value = toIValue(v);
+    return value && value->isBool() ? std::optional(value->toBool()) : std::nullopt;
+  }
+
+  void call(const std::string& name, Function* f, at::ArrayRef<const Value*> arguments, const Known& known) {
+    Call c{f, {}};
+    if (auto g = graph_of(f))
+      for (size_t i = 0; i < std::min(arguments.size(), g->inputs().size()); ++i)
+        if (auto value = constant(arguments[i], known)) c.known[g->inputs()[i]] = *value;
+    calls[name].push_back(std::move(c));
+  }
+
+  void add(const Block* b, const Known& known = {}) {
     for (const Node* n : b->nodes()) {
       if (n->kind() == prim::CallMethod) {
         auto type = n->input(0)->type()->cast<c10::ClassType>();  // else an interface
-        calls[called_method_class(n) + "." + n->s(attr::name)].push_back(type ? type->findMethod(n->s(attr::name))
-                                                                              : nullptr);
+        call(called_method_class(n) + "." + n->s(attr::name), type ? type->findMethod(n->s(attr::name)) : nullptr,
+             n->inputs(), known);
       } else if (auto function = called_function(n)) {
-        calls[function->name()].push_back(function);
+        call(function->name(), function, n->inputs().slice(1), known);
       } else if (!n->kind().is_prim()) {
-        ++ops[n->kind().toQualString()];
+        const std::string name = n->kind().toQualString();
+        ++ops[name];
+        for (const Value* out : n->outputs())
+          if (out->type()->isSubtypeOf(*c10::OptionalType::ofTensor())) on_tensors.insert(name);
       }
-      for (const Block* inner : n->blocks()) add(inner);
+      auto decided = n->kind() == prim::If ? constant(n->input(0), known) : std::nullopt;
+      for (size_t i = 0; i < n->blocks().size(); ++i)
+        if (!decided || *decided == (i == 0)) add(n->blocks()[i], known);
     }
   }
 
   // Puts a call's contents in its place.
-  void expand(const std::string& call) {
-    Function* f = calls[call].back();
-    calls[call].pop_back();
-    if (auto g = graph_of(f))
-      add(g->block());
+  void expand(const std::string& name) {
+    Call c = std::move(calls[name].back());
+    calls[name].pop_back();
+    if (auto g = graph_of(c.function))
+      add(g->block(), c.known);
     else
-      ++ops["call " + call];
+      ++ops["call " + name];
   }
 };
 
@@ -455,6 +481,8 @@ void compare_ops(Ops a, Ops b, MethodDiff& d) {
         again = true;
       }
   }
+  d.on_tensors = a.on_tensors;
+  d.on_tensors.insert(b.on_tensors.begin(), b.on_tensors.end());
   for (auto& [op, n] : a.ops)
     if (int less = n - b.ops[op]; less > 0) d.removed_ops[op] = less;
   for (auto& [op, n] : b.ops)
@@ -676,8 +704,11 @@ MethodDiff total_difference(const Module& a, const Module& b, const std::string&
       if (auto g = graph_of(&found->function())) ops.add(g->block());
     for (bool again = true; again;) {
       again = false;
-      for (auto& [name, functions] : std::map(ops.calls))
-        for (size_t i = 0; i < functions.size(); ++i, again = true) ops.expand(name);
+      std::vector<std::string> names;
+      for (auto& [name, found] : ops.calls)
+        for (size_t i = 0; i < found.size(); ++i) names.push_back(name);
+      for (auto& name : names) ops.expand(name);
+      again = !names.empty();
     }
     return ops;
   };
@@ -687,9 +718,21 @@ MethodDiff total_difference(const Module& a, const Module& b, const std::string&
 }
 
 std::string ops_lines(const MethodDiff& d, bool color) {
+  // Arithmetic on sizes and checks of arguments would drown the rest.
+  auto on_tensors = [&](const std::map<std::string, int>& ops) {
+    std::map<std::string, int> result;
+    for (auto& op : ops)
+      if (d.on_tensors.count(op.first)) result.insert(op);
+    return result;
+  };
+  auto removed = on_tensors(d.removed_ops), added = on_tensors(d.added_ops);
+  if (removed.empty() && added.empty()) {
+    removed = d.removed_ops;
+    added = d.added_ops;
+  }
   std::string text;
-  if (!d.removed_ops.empty()) text += painted("  - " + ops_text(d.removed_ops), "31", color) + "\n";
-  if (!d.added_ops.empty()) text += painted("  + " + ops_text(d.added_ops), "32", color) + "\n";
+  if (!removed.empty()) text += painted("  - " + ops_text(removed), "31", color) + "\n";
+  if (!added.empty()) text += painted("  + " + ops_text(added), "32", color) + "\n";
   return text;
 }
 

@@ -4,6 +4,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -15,8 +16,9 @@ struct MethodDiff {
   std::vector<std::string> instances;  // every path with this class in both models, the first one's too
   std::string status;                  // "same", "changed", "added", "removed"
   std::map<std::string, int> removed_ops,
-      added_ops;                  // "aten::relu_" -> how many fewer or more
-  std::vector<std::string> a, b;  // the graphs' lines with normalised value names
+      added_ops;                     // "aten::relu_" -> how many fewer or more
+  std::set<std::string> on_tensors;  // operators of either that have a tensor among their results
+  std::vector<std::string> a, b;     // the graphs' lines with normalised value names
 };
 
 // Compares the classes of the two module trees method by method, paired by where they stand in the tree. Beside the
@@ -33,7 +35,8 @@ MethodDiff total_difference(const torch::jit::Module& a, const torch::jit::Modul
 // How many `_tsmem_*` methods the module tree's classes have.
 size_t kept_methods(const torch::jit::Module& module);
 
-// "  - aten::relu x2\n  + tsmem::act x2\n"
+// The operators on tensors that went and came; all of them where no other changed. "  - aten::relu x2\n  + tsmem::act
+// x2\n"
 std::string ops_lines(const MethodDiff& d, bool color);
 
 // `stat_only`: operators that went and came; else also the changed lines, three lines of context around them.

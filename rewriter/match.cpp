@@ -81,8 +81,8 @@ struct Attempt {
 
 class Matcher {
  public:
-  Matcher(const View& view, const std::vector<const Pattern*>& patterns, const AttributesAlias& attributes_alias)
-      : view_(view), attributes_alias_(attributes_alias) {
+  Matcher(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes)
+      : view_(view), attributes_(attributes) {
     for (const Pattern* p : patterns)
       for (const Rule& r : p->rules) {
         CompiledRule c{p, &r, parse_lines(r.match), {}};
@@ -105,7 +105,7 @@ class Matcher {
 
  private:
   const View& view_;
-  const AttributesAlias& attributes_alias_;
+  const Attributes& attributes_;
   std::vector<CompiledRule> rules_;
   bool sets_attributes_ = false;
   std::unordered_map<std::string, std::vector<Node*>> by_name_;
@@ -355,7 +355,9 @@ class Matcher {
     const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
     if (fresh_x && fresh_y) return false;
     const auto path_x = attribute_path(x), path_y = attribute_path(y);
-    if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_alias_(*path_x, *path_y);
+    if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
+    // The tensors that patterns take are floating point; num_batches_tracked is not.
+    if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) || (path_y && !path_y->empty() && attributes_.integral(*path_y))) return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
     if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
     return alias_->mayAlias(x, y);
@@ -373,8 +375,8 @@ class Matcher {
 }  // namespace
 
 MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns,
-                         const AttributesAlias& attributes_alias) {
-  return Matcher(view, patterns, attributes_alias).run();
+                         const Attributes& attributes) {
+  return Matcher(view, patterns, attributes).run();
 }
 
 }  // namespace tsmem

@@ -38,12 +38,13 @@ struct MatchResult {
   std::vector<NearMiss> refused;
 };
 
-// Whether two attributes, by path from the method's own module, may be the same memory in any instance (tied
-// parameters).
-using AttributesAlias = std::function<bool(const std::string&, const std::string&)>;
+// What the loaded module says of tensors among its attributes, by path from the method's own module, over all instances of the class.
+struct Attributes {
+  std::function<bool(const std::string&, const std::string&)> alias;  // may be the same memory (tied parameters)
+  std::function<bool(const std::string&)> integral;                   // is a tensor of integers: a counter
+};
 
-MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns,
-                         const AttributesAlias& attributes_alias);
+MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes);
 
 // One line of a rule: "%a, %b = name(%x, 1, "text", ACT, [0, 0])".
 struct Line {

@@ -5,6 +5,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
+#include <c10/util/Logging.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -17,6 +18,7 @@
 #include <sstream>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
@@ -143,8 +145,8 @@ struct Allocation {
   Origin origin;
   bool backward;
   bool alive_after_forward = false;
-  int64_t node = -1;  // in backward: the autograd node's sequence number
-  std::string inner;  // and the op that runs in it
+  int64_t node = -1;    // in backward: the autograd node's sequence number
+  std::string inner{};  // and the op that runs in it
 };
 
 class Recorder : public c10::MemoryReportingInfoBase {
@@ -555,6 +557,8 @@ class RecordedStep : public StepObserver {
   RecordedStep(std::shared_ptr<Recorder> recorder, const torch::jit::Module& module)
       : recorder_(std::move(recorder)), module_(module) {}
   void started() override {
+    // LibTorch's reporter would log each block that was there before and is freed now.
+    log_level_ = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
     debug_.emplace(c10::DebugInfoKind::PROFILER_STATE, recorder_);
     ops_.emplace();
     recorder_->start();
@@ -573,16 +577,21 @@ class RecordedStep : public StepObserver {
   }
   void pause(bool on) override { recorder_->pause(on); }
   void backward_done() override { recorder_->backward_done(); }
+  // Ends the recording; the destructor does, too.
   void stop() {
     ops_.reset();
     debug_.reset();
+    if (log_level_) FLAGS_caffe2_log_level = *log_level_;
+    log_level_.reset();
   }
+  ~RecordedStep() override { stop(); }
 
  private:
   std::shared_ptr<Recorder> recorder_;
   const torch::jit::Module& module_;
   std::optional<c10::DebugInfoGuard> debug_;
   std::optional<OpObserver> ops_;
+  std::optional<int> log_level_;
 };
 
 }  // namespace

@@ -302,20 +302,26 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const ModuleClass& c : classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
-    const AttributesAlias attributes_alias = [&](const std::string& a, const std::string& b) {
-      for (const Module& m : instances) {
-        const at::Tensor x = attribute(m, a), y = attribute(m, b);
-        if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
-      }
-      return false;
-    };
+    const Attributes attributes = {
+        [&](const std::string& a, const std::string& b) {
+          for (const Module& m : instances) {
+            const at::Tensor x = attribute(m, a), y = attribute(m, b);
+            if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
+          }
+          return false;
+        },
+        [&](const std::string& a) {
+          for (const Module& m : instances)
+            if (const at::Tensor x = attribute(m, a); !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true)) return false;
+          return true;
+        }};
     for (Function* f : c.type->methods()) {
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
       const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
       Result& result = results[method];
-      result.matched = find_matches(view, patterns, attributes_alias);
+      result.matched = find_matches(view, patterns, attributes);
     }
   }
   // A method called by a scope has a match where its own view has one of the same nodes by the same rule.

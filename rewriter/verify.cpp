@@ -56,7 +56,8 @@ at::Tensor channels_last(const at::Tensor& t) {
 
 struct Named {
   std::string name;
-  at::Tensor value;  // float64 where it was of floating point; undefined: no gradient
+  at::Tensor value;          // undefined: no gradient
+  mutable double size = -1;  // its norm, where known
 };
 
 // What one call left behind.
@@ -71,44 +72,63 @@ struct Errors {
   double worst() const { return std::max({output, gradient, buffer}); }
 };
 
+// Dense and on the CPU; shares the memory of what is so already.
 at::Tensor kept(const at::Tensor& t) {
   if (!t.defined()) return t;
   auto u = t.detach();
   if (!u.device().is_cpu()) u = u.cpu();
   if (u.layout() != at::kStrided) u = u.to_dense();
-  if (u.is_quantized()) u = u.dequantize();
-  return u.is_floating_point() ? u.to(at::kDouble, false, /*copy=*/true) : u.clone();
+  if (u.is_complex()) u = at::view_as_real(u.resolve_conj());
+  return u.is_quantized() ? u.dequantize() : u;
 }
 
-// |u - v| / max(|v|, floor); of whole numbers the part that differs.
-double error(const at::Tensor& u, const at::Tensor& v, double floor) {
+double norm_of(const at::Tensor& t) { return at::linalg_vector_norm(t, 2, {}, false, at::kDouble).item<double>(); }
+
+at::Tensor finite_part(const at::Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); }
+
+double size_of(const Named& v) {
+  if (v.size < 0) {
+    v.size = norm_of(v.value);
+    if (!std::isfinite(v.size)) v.size = norm_of(finite_part(v.value));
+  }
+  return v.size;
+}
+
+// |u - v|; of whole numbers the part of |v| that differs.
+double distance(const at::Tensor& u, const Named& named) {
+  auto& v = named.value;
   if (u.sizes() != v.sizes() || u.is_floating_point() != v.is_floating_point()) return kInfinity;
   if (u.numel() == 0) return 0;
   if (!u.is_floating_point())
     return u.scalar_type() != v.scalar_type() ? kInfinity : u.ne(v).to(at::kDouble).mean().item<double>();
-  if (u.equal(v)) return 0;
-  auto finite = v.isfinite();
+  bool direct = u.scalar_type() == v.scalar_type() && u.element_size() >= 4;
+  auto minus = [&](const at::Tensor& x, const at::Tensor& y) {
+    return norm_of(direct ? x - y : x.to(at::kDouble) - y.to(at::kDouble));
+  };
+  double d = minus(u, v);
+  if (std::isfinite(d)) return d;
   // Where A is not finite B must be the same.
-  auto odd = finite.logical_not();
-  if (!u.isfinite().equal(finite)) return kInfinity;
-  if (odd.any().item<bool>() && !at::allclose(u.masked_select(odd), v.masked_select(odd), 0, 0, true)) return kInfinity;
-  auto x = u.masked_fill(odd, 0), y = v.masked_fill(odd, 0);
-  double d = (x - y).norm().item<double>();
-  return d == 0 ? 0 : d / std::max(y.norm().item<double>(), floor);
+  auto odd = v.isfinite().logical_not();
+  if (!u.isfinite().logical_not().equal(odd) ||
+      !at::allclose(u.masked_select(odd).to(at::kDouble), v.masked_select(odd).to(at::kDouble), 0, 0,
+                    /*equal_nan=*/true))
+    return kInfinity;
+  return minus(finite_part(u), finite_part(v));
 }
 
 double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
   if (us.size() != vs.size()) return kInfinity;
+  auto real = [](const Named& v) { return v.value.defined() && v.value.is_floating_point() && v.value.numel(); };
   std::vector<double> sizes;
   for (auto& v : vs)
-    if (v.value.defined() && v.value.is_floating_point() && v.value.numel()) {
-      double n = v.value.masked_fill(v.value.isfinite().logical_not(), 0).norm().item<double>();
-      sizes.push_back(n);
-    }
+    if (real(v)) sizes.push_back(size_of(v));
   std::sort(sizes.begin(), sizes.end());
   double floor = std::max(sizes.empty() ? 0 : 1e-2 * sizes[sizes.size() / 2], 1e-30), most = 0;
   for (size_t i = 0; i < us.size(); ++i)
-    if (us[i].value.defined() && vs[i].value.defined()) most = std::max(most, error(us[i].value, vs[i].value, floor));
+    if (us[i].value.defined() && vs[i].value.defined()) {
+      double d = distance(us[i].value, vs[i]);
+      most = std::max(most, d > 0 && real(vs[i]) ? d / std::max(size_of(vs[i]), floor) : d);
+    }
   return most;
 }
 
@@ -162,7 +182,8 @@ struct Run {
     for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
     for (size_t i = 0; i < leaves.size(); ++i)
       if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
-    for (const auto& b : m.named_buffers()) out.buffers.push_back({b.name, kept(b.value)});
+    for (const auto& b : m.named_buffers())
+      out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
     for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
       out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
     for (auto& g : generators) {

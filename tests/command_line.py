@@ -1,4 +1,5 @@
 """Runs the built tsmem, and makes the tiny models that the tests of the command line use."""
+import functools
 import os
 import pathlib
 import subprocess
@@ -63,7 +64,12 @@ class Net(torch.nn.Module):
 SPEC = "2x4x8x8"
 
 
-def save_net(path, **extra_files):
+@functools.cache
+def scripted_net():
     torch.manual_seed(0)
-    torch.jit.save(torch.jit.script(Net()), str(path), _extra_files=extra_files)
+    return torch.jit.script(Net())
+
+
+def save_net(path, **extra_files):
+    torch.jit.save(scripted_net(), str(path), _extra_files=extra_files)
     return path

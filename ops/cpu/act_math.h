@@ -1,8 +1,9 @@
-// Activations and their derivatives over chunks, for kernels only (compiled once an instruction set, in namespace TSMEM_ISA).
+// Activations and their derivatives over chunks, for kernels only (compiled once an instruction set, in namespace
+// TSMEM_ISA).
 //
-// Elements are float (also for bf16 and f16, converted by the caller) or double. The loops are written for the vectoriser; float
-// exp, log1p, tanh, erf are polynomials of our own fit (Chebyshev, error below 4e-9 relative), double ones are the C library's.
-// Borders and NaN are stock's: see docs/ops/norm.md.
+// Elements are float (also for bf16 and f16, converted by the caller) or double. The loops are written for the
+// vectoriser; float exp, log1p, tanh, erf are polynomials of our own fit (Chebyshev, error below 4e-9 relative), double
+// ones are the C library's. Borders and NaN are stock's: see docs/ops/norm.md.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,16 +11,21 @@
 
 #include "act.h"
 
+// A loop with a call in it is not vectorised, and the compiler finds these too long to inline by itself.
+#define TSMEM_ALWAYS __attribute__((always_inline))
+#define TSMEM_INLINE static inline TSMEM_ALWAYS
+
 namespace tsmem::TSMEM_ISA {
 
-// --- Elementary functions -------------------------------------------------------------------------------------------------------
+// --- Elementary functions
+// -------------------------------------------------------------------------------------------------------
 
-static inline float bits_to_float(uint32_t u) {
+TSMEM_INLINE float bits_to_float(uint32_t u) {
   float f;
   std::memcpy(&f, &u, 4);
   return f;
 }
-static inline uint32_t float_to_bits(float f) {
+TSMEM_INLINE uint32_t float_to_bits(float f) {
   uint32_t u;
   std::memcpy(&u, &f, 4);
   return u;
@@ -30,32 +36,34 @@ struct Reduced {
 };
 
 // x = k ln2 + r. Two factors for 2^k, as it may overflow or be denormal where exp(x) is not.
-static inline Reduced exp_reduce(float x) {
+TSMEM_INLINE Reduced exp_reduce(float x) {
   x = x > 89.0f ? 89.0f : x;
   x = x < -104.0f ? -104.0f : x;
   const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
   const float k = shifted - 12582912.0f;
   const uint32_t n = float_to_bits(shifted) - 0x4B400000u;
   const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;  // ln2 in two parts, the first exact times k
-  const float q = ((((1.989126851e-4f * r + 1.393390005e-3f) * r + 8.333310675e-3f) * r + 4.166646267e-2f) * r + 1.666666668e-1f) * r +
-                  5.000000014e-1f;
+  const float q =
+      ((((1.989126851e-4f * r + 1.393390005e-3f) * r + 8.333310675e-3f) * r + 4.166646267e-2f) * r + 1.666666668e-1f) *
+          r +
+      5.000000014e-1f;
   const uint32_t half = static_cast<uint32_t>(static_cast<int32_t>(n) >> 1);
   return {r + r * r * q, bits_to_float((half + 127u) << 23), bits_to_float((n - half + 127u) << 23)};
 }
 
-static inline float exp_of(float x) {
+TSMEM_INLINE float exp_of(float x) {
   const Reduced t = exp_reduce(x);
   return (1.0f + t.p) * t.e1 * t.e2;
 }
-static inline float expm1_of(float x) {
+TSMEM_INLINE float expm1_of(float x) {
   const Reduced t = exp_reduce(x);
   const float two_k = t.e1 * t.e2;
   return two_k * t.p + (two_k - 1.0f);
 }
 // log(1 + u) for u >= 0
-static inline float log1p_of(float u) {
+TSMEM_INLINE float log1p_of(float u) {
   const float w = 1.0f + u;
-  const float lost = (u - (w - 1.0f)) / w;  // what rounding to w dropped
+  const float lost = (u - (w - 1.0f)) / w;            // what rounding to w dropped
   const uint32_t i = float_to_bits(w) - 0x3F3504F3u;  // relative to sqrt(1/2)
   const int32_t k = static_cast<int32_t>(i) >> 23;
   const float f = bits_to_float((i & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f, n = static_cast<float>(k);
@@ -65,7 +73,7 @@ static inline float log1p_of(float u) {
   const float r = n * 0.693359375f + (f + (f * f * (f * q - 0.5f) + (lost - n * 2.12194440e-4f)));
   return w <= 3.4028234e38f ? r : w;  // infinity and NaN as they are
 }
-static inline float tanh_of(float x) {
+TSMEM_INLINE float tanh_of(float x) {
   const float a = x < 0 ? -x : x, s = x * x;
   float q = 2.214902743e-3f;
   q = q * s + -8.272456733e-3f, q = q * s + 2.174618709e-2f, q = q * s + -5.395634940e-2f, q = q * s + 1.333329075e-1f;
@@ -73,35 +81,40 @@ static inline float tanh_of(float x) {
   const float small = x + x * (s * q), big = 1.0f - 2.0f / (exp_of(2.0f * a) + 1.0f), signed_big = x < 0 ? -big : big;
   return a < 0.625f ? small : signed_big;
 }
-static inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
-// The normal distribution function, erfc(-x / sqrt 2) / 2, accurate in its lower tail too.
-static inline float phi_of(float x) {
+TSMEM_INLINE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+// exp(-x^2 / 2), with the rounding of x^2 mended: the upper half of x squares exactly, what the lower adds is small.
+TSMEM_INLINE float gauss_of(float x) {
+  const float hi = bits_to_float(float_to_bits(x) & 0xFFFFF000u), e = -0.5f * (x - hi) * (x + hi);
+  return exp_of(-0.5f * hi * hi) * (1.0f + e * (1.0f + e * (0.5f + e * 0.166666667f)));
+}
+// The normal distribution function, erfc(-x / sqrt 2) / 2, accurate in its lower tail too. gauss: gauss_of(x).
+TSMEM_INLINE float phi_of(float x, float gauss) {
   const float z = x * 0.707106781f, a = z < 0 ? -z : z, s = z * z;
   float q = -9.667044571e-6f;
   q = q * s + 1.126595903e-4f, q = q * s + -8.484080406e-4f, q = q * s + 5.221031808e-3f, q = q * s + -2.686543073e-2f;
   q = q * s + 1.128378250e-1f, q = q * s + -3.761263847e-1f, q = q * s + 1.128379167f;
   const float small = 0.5f + 0.5f * (z * q);
   const float t = 1.0f / (1.0f + 0.5f * a);
-  float r = -5.368641917e-2f;
-  r = r * t + 1.548545385e-1f, r = r * t + -8.001256010e-2f, r = r * t + -1.410440055e-1f, r = r * t + 7.827575125e-2f;
-  r = r * t + 4.509052086e-2f, r = r * t + 1.870044159e-1f, r = r * t + 2.450445752e-1f, r = r * t + 2.822624928e-1f;
-  r = r * t + 2.820880021e-1f;
-  // exp(-x^2/2) with the rounding of x^2 mended: the upper half of x squares exactly.
-  const float hi = bits_to_float(float_to_bits(x) & 0xFFFFF000u), lo = x - hi;
-  const float tail = 0.5f * exp_of(-0.5f * hi * hi) * exp_of(-0.5f * lo * (x + hi)) * (t * r);
+  float r = -4.588436940e-3f;
+  r = r * t + -5.003742799e-2f, r = r * t + 2.936748634e-1f, r = r * t + -5.315396169e-1f, r = r * t + 3.356447954e-1f;
+  r = r * t + -6.573992149e-2f, r = r * t + 2.181578522e-1f, r = r * t + 2.395371008e-1f, r = r * t + 2.828178100e-1f;
+  r = r * t + 2.820636788e-1f;
+  const float tail = 0.5f * gauss * (t * r);
   const float far = a < 8.0f ? tail : 0.0f, big = x < 0 ? far : 1.0f - far;
-  const float finite = a < 1.0f ? small : big;
+  const float finite = a < 0.5f ? small : big;
   return x == x ? finite : x;
 }
 
-static inline double exp_of(double x) { return ::exp(x); }
-static inline double expm1_of(double x) { return ::expm1(x); }
-static inline double log1p_of(double x) { return ::log1p(x); }
-static inline double tanh_of(double x) { return ::tanh(x); }
-static inline double sigmoid_of(double x) { return 1.0 / (1.0 + ::exp(-x)); }
-static inline double phi_of(double x) { return 0.5 * ::erfc(-x * 0.70710678118654752440); }
+TSMEM_INLINE double exp_of(double x) { return ::exp(x); }
+TSMEM_INLINE double expm1_of(double x) { return ::expm1(x); }
+TSMEM_INLINE double log1p_of(double x) { return ::log1p(x); }
+TSMEM_INLINE double tanh_of(double x) { return ::tanh(x); }
+TSMEM_INLINE double sigmoid_of(double x) { return 1.0 / (1.0 + ::exp(-x)); }
+TSMEM_INLINE double gauss_of(double x) { return ::exp(-0.5 * x * x); }
+TSMEM_INLINE double phi_of(double x, double) { return 0.5 * ::erfc(-x * 0.70710678118654752440); }
 
-// --- Activations ----------------------------------------------------------------------------------------------------------------
+// --- Activations
+// ----------------------------------------------------------------------------------------------------------------
 
 // Derivative of a one_bit activation: `on` where its bit is set, else `off`.
 struct Slopes {
@@ -109,61 +122,73 @@ struct Slopes {
 };
 static inline Slopes slopes(const Act& act) {
   switch (act.kind) {
-    case ActKind::leaky_relu: return {1.0, act.a};
-    case ActKind::hardsigmoid: return {1.0f / 6.0f, 0.0};  // in float64 too, as stock
-    default: return {1.0, 0.0};
+    case ActKind::leaky_relu:
+      return {1.0, act.a};
+    case ActKind::hardsigmoid:
+      // Exactly rounded in float64 too, as TorchScript's own derivative; eager mode's constant is a float32 there.
+      return {1.0 / 6.0, 0.0};
+    default:
+      return {1.0, 0.0};
   }
 }
 
 // Calls f with a function of the element that computes the activation.
 template <class A, class F>
 static inline void with_act(const Act& act, F f) {
-  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1, half = A(0.5);
+  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1,
+          half = A(0.5);
   switch (act.kind) {
-    case ActKind::identity: return;
-    case ActKind::relu: return f([=](A x) { return x <= zero ? zero : x; });
+    case ActKind::identity:
+      return;
+    case ActKind::relu:
+      return f([=](A x) TSMEM_ALWAYS { return x <= zero ? zero : x; });
     case ActKind::hardtanh:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A low = x < a ? a : x;
         return low > b ? b : low;
       });
-    case ActKind::threshold: return f([=](A x) { return x <= a ? b : x; });
+    case ActKind::threshold:
+      return f([=](A x) TSMEM_ALWAYS { return x <= a ? b : x; });
     case ActKind::leaky_relu:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A scaled = x * a;
         return x > zero ? x : scaled;
       });
     case ActKind::hardsigmoid:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
         return (mid + A(3)) / A(6);
       });
-    case ActKind::silu: return f([=](A x) { return x / (one + exp_of(-x)); });
+    case ActKind::silu:
+      return f([=](A x) TSMEM_ALWAYS { return x / (one + exp_of(-x)); });
     case ActKind::hardswish:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
         return x * (mid + A(3)) / A(6);
       });
-    case ActKind::gelu: return f([=](A x) { return x * phi_of(x); });
+    case ActKind::gelu:
+      return f([=](A x) TSMEM_ALWAYS { return x * phi_of(x, gauss_of(x)); });
     case ActKind::gelu_tanh:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A inner = A(0.79788456080286535588) * (x + A(0.044715) * x * x * x);
         return half * x * (one + tanh_of(inner));
       });
-    case ActKind::sigmoid: return f([=](A x) { return sigmoid_of(x); });
-    case ActKind::tanh: return f([=](A x) { return tanh_of(x); });
+    case ActKind::sigmoid:
+      return f([=](A x) TSMEM_ALWAYS { return sigmoid_of(x); });
+    case ActKind::tanh:
+      return f([=](A x) TSMEM_ALWAYS { return tanh_of(x); });
     case ActKind::elu:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A lower = expm1_of(x * c) * (a * b), upper = x * b;
         return x <= zero ? lower : upper;
       });
     case ActKind::softplus:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A z = x * a, soft = log1p_of(exp_of(z)) / a;
         return z > b ? x : soft;
       });
     case ActKind::mish:
-      return f([=](A x) {
+      return f([=](A x) TSMEM_ALWAYS {
         const A e = exp_of(x > A(40) ? A(40) : x), n = e * (e + A(2)), soft = x * (n / (n + A(2)));
         return x > A(40) ? x : soft;
       });
@@ -173,70 +198,74 @@ static inline void with_act(const Act& act, F f) {
 // Calls f with a function (pre-activation, gradient) -> gradient times the derivative there.
 template <class A, class F>
 static inline void with_act_backward(const Act& act, F f) {
-  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1, half = A(0.5);
+  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1,
+          half = A(0.5);
   switch (act.kind) {
-    case ActKind::identity: return;
-    case ActKind::relu: return f([=](A x, A g) { return x <= zero ? zero : g; });
+    case ActKind::identity:
+      return;
+    case ActKind::relu:
+      return f([=](A x, A g) TSMEM_ALWAYS { return x <= zero ? zero : g; });
     case ActKind::hardtanh:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A low = x <= a ? zero : g;
         return x >= b ? zero : low;
       });
-    case ActKind::threshold: return f([=](A x, A g) { return x <= a ? zero : g; });
+    case ActKind::threshold:
+      return f([=](A x, A g) TSMEM_ALWAYS { return x <= a ? zero : g; });
     case ActKind::leaky_relu:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A scaled = g * a;
         return x > zero ? g : scaled;
       });
     case ActKind::hardsigmoid:
-      return f([=](A x, A g) {
-        const A inside = g * A(1.0f / 6.0f), low = x > A(-3) ? inside : zero;  // float32 in float64 too, as stock
+      return f([=](A x, A g) TSMEM_ALWAYS {
+        const A inside = g * A(1.0 / 6.0), low = x > A(-3) ? inside : zero;  // see slopes()
         return x < A(3) ? low : zero;
       });
     case ActKind::silu:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A s = sigmoid_of(x);
         return g * s * (one + x * (one - s));
       });
     case ActKind::hardswish:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A inside = g * (x / A(3) + half), low = x <= A(-3) ? zero : g;
         const A in = x < A(3) ? inside : g;
         return x > A(-3) ? in : low;
       });
     case ActKind::gelu:
-      return f([=](A x, A g) {
-        const A density = A(0.39894228040143267794) * exp_of(A(-0.5) * x * x);
-        return g * (phi_of(x) + x * density);
+      return f([=](A x, A g) TSMEM_ALWAYS {
+        const A gauss = gauss_of(x);
+        return g * (phi_of(x, gauss) + x * (A(0.39894228040143267794) * gauss));
       });
     case ActKind::gelu_tanh:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A t = tanh_of(A(0.79788456080286535588) * (x + A(0.044715) * x * x * x));
         const A inner = A(0.79788456080286535588) * (one + A(3 * 0.044715) * x * x);
         return g * (half * (one + t) + half * x * (one - t * t) * inner);
       });
     case ActKind::sigmoid:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A s = sigmoid_of(x);
         return g * (one - s) * s;
       });
     case ActKind::tanh:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A t = tanh_of(x);
         return g * (one - t * t);
       });
     case ActKind::elu:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A lower = g * c * (a * b) * exp_of(x * c), upper = g * b;
         return x <= zero ? lower : upper;
       });
     case ActKind::softplus:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A z = x * a, e = exp_of(z > b ? b : z), soft = g * (e / (e + one));
         return z > b ? g : soft;
       });
     case ActKind::mish:
-      return f([=](A x, A g) {
+      return f([=](A x, A g) TSMEM_ALWAYS {
         const A e = exp_of(x > A(40) ? A(40) : x), n = e * (e + A(2)), d = n + A(2);
         const A soft = g * (n / d + x * (A(4) * e * (e + one) / d / d));
         return x > A(40) ? g : soft;
@@ -287,7 +316,8 @@ static inline void act_flags(const A* __restrict x, uint8_t* __restrict flags, i
   }
 }
 
-// --- Bits -----------------------------------------------------------------------------------------------------------------------
+// --- Bits
+// -----------------------------------------------------------------------------------------------------------------------
 
 // Bit i of the packed bytes is flags[i]; flags has room for 7 more elements, which are set to 0.
 static inline void pack_bits(uint8_t* __restrict flags, uint8_t* __restrict bits, int64_t n) {
@@ -309,7 +339,8 @@ static inline void unpack_bits(const uint8_t* __restrict bits, uint8_t* __restri
   }
 }
 
-// out[i] = grad[i] * the slope that flags[i] selects. A slope of 0 gives 0 also for an infinite or NaN gradient, as stock's does.
+// out[i] = grad[i] * the slope that flags[i] selects. A slope of 0 gives 0 also for an infinite or NaN gradient, as
+// stock's does.
 template <class A>
 static void flags_backward(const uint8_t* __restrict flags, const A* grad, A* out, int64_t n, const Act& act) {
   const Slopes s = slopes(act);

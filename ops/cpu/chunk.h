@@ -1,5 +1,5 @@
-// Chunks of the four dtypes as the type that is computed in, and scratch memory, for kernels only (compiled once an instruction set).
-// Chunks that are float or double already are used where they lie.
+// Chunks of the four dtypes as the type that is computed in, and scratch memory, for kernels only (compiled once an
+// instruction set). Chunks that are float or double already are used where they lie.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -62,7 +62,8 @@ static inline void narrow(const float* x, f16* out, int64_t n) {
   int64_t i = 0;
 #if defined(__F16C__)
   for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
   for (; i < n; ++i) {
     const _Float16 h = static_cast<_Float16>(x[i]);
@@ -94,7 +95,8 @@ static inline void store(const A* buffer, T* out, int64_t n) {
   if constexpr (sizeof(T) != sizeof(A)) narrow(buffer, out, n);
 }
 
-// Zeroed memory. Kernels use no templates of the standard library: the linker could take another instruction set's copy of them.
+// Zeroed memory. Kernels use no templates of the standard library: the linker could take another instruction set's copy
+// of them.
 template <class A>
 struct Scratch {
   A* data;

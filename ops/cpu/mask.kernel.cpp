@@ -121,7 +121,7 @@ void apply(const Act& act, const T* grad, const uint8_t* mask, T* out, int64_t n
   const bool zero = act.kind != ActKind::leaky_relu;
   if (!zero) off = static_cast<C>(act.a);
   if (act.kind == ActKind::hardsigmoid)
-    on = static_cast<C>(1.0f / 6.0f);  // stock's constant is a float for doubles, too
+    on = static_cast<C>(1.0 / 6.0);  // as TorchScript's derivative; eager mode's constant is a float32 for doubles, too
   C in[kBlock], done[kBlock];
   for (int64_t start = 0; start < n; start += kBlock, mask += kBlock / 8) {
     const int64_t count = std::min(kBlock, n - start);

@@ -12,17 +12,18 @@
 
 namespace tsmem {
 
-#define TSMEM_TABLES(isa)                                   \
-  namespace isa {                                           \
-  extern const NormKernels norm_kernels_table;              \
-  extern const NormPoolKernels norm_pool_kernels_table;     \
+#define TSMEM_TABLES(isa)                               \
+  namespace isa {                                       \
+  extern const NormKernels norm_kernels_table;          \
+  extern const NormPoolKernels norm_pool_kernels_table; \
   }
 TSMEM_TABLES(baseline)
 TSMEM_TABLES(avx2)
 TSMEM_TABLES(avx512)
 
 const NormKernels& norm_kernels() {
-  static const NormKernels& table = choose(baseline::norm_kernels_table, avx2::norm_kernels_table, avx512::norm_kernels_table);
+  static const NormKernels& table =
+      choose(baseline::norm_kernels_table, avx2::norm_kernels_table, avx512::norm_kernels_table);
   return table;
 }
 
@@ -36,8 +37,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kSerial = 1 << 15;          // elements that are not worth a second thread
-constexpr int64_t kGroupBytes = 256 * 1024;   // of one map, so that the second pass over a group of channels reads L2
+constexpr int64_t kSerial = 1 << 15;         // elements that are not worth a second thread
+constexpr int64_t kGroupBytes = 256 * 1024;  // of one map, so that the second pass over a group of channels reads L2
 
 // x as the kernels see it, and its parts for the threads.
 struct Map {
@@ -121,7 +122,8 @@ void update_running(const OptTensor& running, const std::vector<double>& now, do
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, running->scalar_type(), "batch_norm", [&] {
     scalar_t* r = running->mutable_data_ptr<scalar_t>();
     const int64_t step = running->stride(0);
-    for (size_t c = 0; c < now.size(); ++c, r += step) *r = static_cast<scalar_t>(momentum * now[c] + (1 - momentum) * static_cast<double>(*r));
+    for (size_t c = 0; c < now.size(); ++c, r += step)
+      *r = static_cast<scalar_t>(momentum * now[c] + (1 - momentum) * static_cast<double>(*r));
   });
 }
 
@@ -132,7 +134,9 @@ struct Coefficients {
   explicit Coefficients(const Map& m) : mean(m), scale(m), bias(m) {}
   void set(int64_t c, A m, A invstd, A weight, A b) { mean[c] = m, scale[c] = invstd * weight, bias[c] = b; }
   void repeat(const Map& m) { mean.repeat(m), scale.repeat(m), bias.repeat(m); }
-  void use(NormArgs& a) const { a.mean = mean.values.data(), a.scale = scale.values.data(), a.bias = bias.values.data(); }
+  void use(NormArgs& a) const {
+    a.mean = mean.values.data(), a.scale = scale.values.data(), a.bias = bias.values.data();
+  }
 };
 
 // Statistics and, where there is an output, act(pre + other).
@@ -172,7 +176,8 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
     });
   } else {
     std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
-    m.parallel([&](int64_t t, NormRange r) { kernels.stats(a, r, &part_mean[t * a.channels], &part_m2[t * a.channels]); });
+    m.parallel(
+        [&](int64_t t, NormRange r) { kernels.stats(a, r, &part_mean[t * a.channels], &part_m2[t * a.channels]); });
     double n = 0;
     for (int64_t t = 0; t < m.tasks; ++t) {
       const NormRange r = m.range(t);
@@ -208,6 +213,18 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
   const bool sums = through_stats || want[1] || want[2] || want[3];
   if (through_stats) a.tilt = tilt.values.data(), a.level = level.values.data();
 
+  // A smooth activation's derivative is dear: where no precision is lost, the first pass leaves the gradient before the
+  // activation in memory that the second one has to write anyway.
+  NormArgs second = a;
+  if (sums && want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
+      sizeof(A) == b.grad.element_size()) {
+    if (!a.grad_other) a.grad_other = a.out;
+    second.grad = a.grad_other;
+    second.grad_other = nullptr;
+    second.other = nullptr;
+    second.act = {};
+  }
+
   const double count = static_cast<double>(a.outer * a.inner);
   auto finish = [&](int64_t c, double sum, double dot) {
     dot *= static_cast<double>(invstd[c]);
@@ -224,7 +241,7 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
         kernels.reduce(a, r, sum.data(), dot.data());
         for (int64_t c = r.c0; c < r.c1; ++c) finish(c, sum[c - r.c0], dot[c - r.c0]);
       }
-      if (want[0]) kernels.grad(a, r);
+      if (want[0]) kernels.grad(second, r);
     });
     return;
   }
@@ -235,7 +252,7 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
     finish(c, sum[c], dot[c]);
   }
   tilt.repeat(m), level.repeat(m);
-  if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(a, r); });
+  if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(second, r); });
 }
 
 Act act_of(int64_t kind, double a, double b, double c) { return {static_cast<ActKind>(kind), a, b, c}; }
@@ -248,10 +265,11 @@ void with_acc(at::ScalarType t, F f) {
     f(float());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                                                       const OptTensor& running_mean, const OptTensor& running_var,
-                                                       const OptTensor& other, bool training, double momentum, double eps,
-                                                       int64_t act, double act_a, double act_b, double act_c, bool keep_mask) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const OptTensor& weight,
+                                                       const OptTensor& bias, const OptTensor& running_mean,
+                                                       const OptTensor& running_var, const OptTensor& other,
+                                                       bool training, double momentum, double eps, int64_t act,
+                                                       double act_a, double act_b, double act_c, bool keep_mask) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
@@ -269,11 +287,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, cons
   return {out, mean, invstd, mask};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_output, const OptTensor& input, const OptTensor& weight,
-                                                        const OptTensor& bias, const Tensor& mean, const Tensor& invstd,
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_output, const OptTensor& input,
+                                                        const OptTensor& weight, const OptTensor& bias,
+                                                        const Tensor& mean, const Tensor& invstd,
                                                         const OptTensor& other, const OptTensor& mask, bool training,
-                                                        bool channels_last, int64_t act, double act_a, double act_b, double act_c,
-                                                        std::array<bool, 4> want) {
+                                                        bool channels_last, int64_t act, double act_a, double act_b,
+                                                        double act_c, std::array<bool, 4> want) {
   const auto format = feature_format(grad_output.dim(), channels_last);
   const Tensor g = grad_output.contiguous(format);
   const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
@@ -297,25 +316,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
   return {grads[0], grads[1], grads[2], grads[3]};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
-                                                        const OptTensor&, const OptTensor&, bool, double, double, int64_t,
-                                                        double, double, double, bool keep_mask) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
+                                                        const OptTensor&, const OptTensor&, const OptTensor&, bool,
+                                                        double, double, int64_t, double, double, double,
+                                                        bool keep_mask) {
   const bool channels_last = is_channels_last(input);
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   const auto channels = input.sym_size(1);
   Tensor out = at::empty_symint(input.sym_sizes(), input.options(), feature_format(input.dim(), channels_last));
   const auto spatial = input.sym_numel() / input.sym_size(0) / channels;
   // As NormArgs::mask_bytes().
-  const auto bytes = channels_last || input.dim() == 2 || spatial == 1 ? (input.sym_numel() + 7) / 8
-                                                                       : input.sym_size(0) * channels * ((spatial + 7) / 8);
+  const auto bytes = channels_last || input.dim() == 2 || spatial == 1
+                         ? (input.sym_numel() + 7) / 8
+                         : input.sym_size(0) * channels * ((spatial + 7) / 8);
   return {out, at::empty_symint({channels}, options), at::empty_symint({channels}, options),
           at::empty_symint({keep_mask ? bytes : c10::SymInt(0)}, input.options().dtype(at::kByte))};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const OptTensor&, const OptTensor&, const OptTensor&,
-                                                         const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, bool,
-                                                         bool channels_last, int64_t, double, double, double,
-                                                         std::array<bool, 4> want) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const OptTensor&, const OptTensor&,
+                                                         const OptTensor&, const Tensor&, const Tensor&,
+                                                         const OptTensor&, const OptTensor&, bool, bool channels_last,
+                                                         int64_t, double, double, double, std::array<bool, 4> want) {
   const auto format = feature_format(g.dim(), channels_last);
   auto map = [&](bool wanted) { return wanted ? at::empty_symint(g.sym_sizes(), g.options(), format) : Tensor(); };
   auto vector = [&](bool wanted) {
@@ -324,7 +345,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const 
   return {map(want[0]), vector(want[1]), vector(want[2]), map(want[3])};
 }
 
-// --- With max pooling -----------------------------------------------------------------------------------------------------------
+// --- With max pooling
+// -----------------------------------------------------------------------------------------------------------
 
 int position_bytes(at::IntArrayRef kernel) {
   const int64_t window = kernel[0] * kernel[1];
@@ -335,8 +357,9 @@ at::ScalarType position_type(at::IntArrayRef kernel) {
   return bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
 }
 
-NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, at::IntArrayRef kernel, at::IntArrayRef stride,
-                       at::IntArrayRef padding, at::IntArrayRef dilation, const Tensor& positions, bool channels_last) {
+NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, at::IntArrayRef kernel,
+                       at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                       const Tensor& positions, bool channels_last) {
   NormPoolArgs p;
   p.norm = m.args;
   p.rows = channels_last;
@@ -357,9 +380,10 @@ void parallel_planes(const NormPoolArgs& p, int64_t numel, F f) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
-    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
-    bool training, double momentum, double eps, int64_t act, double act_a, double act_b, double act_c, at::IntArrayRef kernel,
-    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, at::IntArrayRef out_size, bool keep_positions) {
+    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+    const OptTensor& running_var, bool training, double momentum, double eps, int64_t act, double act_a, double act_b,
+    double act_c, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+    at::IntArrayRef out_size, bool keep_positions) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
   const Tensor x = input.contiguous(format);
@@ -386,11 +410,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
   return {out, mean, invstd, positions};
 }
 
-std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, const Tensor& input, const OptTensor& weight,
-                                                     const OptTensor& bias, const Tensor& mean, const Tensor& invstd,
-                                                     const Tensor& positions, bool training, bool channels_last, int64_t act,
-                                                     double act_a, double act_b, double act_c, at::IntArrayRef kernel,
-                                                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                                     const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                                     const Tensor& invstd, const Tensor& positions, bool training,
+                                                     bool channels_last, int64_t act, double act_a, double act_b,
+                                                     double act_c, at::IntArrayRef kernel, at::IntArrayRef stride,
+                                                     at::IntArrayRef padding, at::IntArrayRef dilation,
                                                      std::array<bool, 3> want) {
   const auto format = feature_format(4, channels_last);
   const Tensor g = grad_output.contiguous(format), x = input.contiguous(format), taken = positions.contiguous(format);
@@ -441,36 +466,39 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
-                                                             const OptTensor&, const OptTensor&, bool, double, double, int64_t,
-                                                             double, double, double, at::IntArrayRef kernel, at::IntArrayRef,
-                                                             at::IntArrayRef, at::IntArrayRef, at::IntArrayRef out_size,
-                                                             bool keep_positions) {
+                                                             const OptTensor&, const OptTensor&, bool, double, double,
+                                                             int64_t, double, double, double, at::IntArrayRef kernel,
+                                                             at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
+                                                             at::IntArrayRef out_size, bool keep_positions) {
   const auto format = feature_format(4, is_channels_last(input));
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   const std::vector<c10::SymInt> sizes{input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]};
   const auto kind = input.options().dtype(position_type(kernel));
   return {at::empty_symint(sizes, input.options(), format), at::empty_symint({input.sym_size(1)}, options),
-          at::empty_symint({input.sym_size(1)}, options), keep_positions ? at::empty_symint(sizes, kind, format) : at::empty({0}, kind)};
+          at::empty_symint({input.sym_size(1)}, options),
+          keep_positions ? at::empty_symint(sizes, kind, format) : at::empty({0}, kind)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tensor& x, const OptTensor&, const OptTensor&,
-                                                      const Tensor&, const Tensor&, const Tensor&, bool, bool channels_last, int64_t,
-                                                      double, double, double, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
+std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tensor& x, const OptTensor&,
+                                                      const OptTensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                      bool, bool channels_last, int64_t, double, double, double,
+                                                      at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
                                                       at::IntArrayRef, std::array<bool, 3> want) {
   auto vector = [&](bool wanted) {
     return wanted ? at::empty_symint({x.sym_size(1)}, x.options().dtype(acc_type(x.scalar_type()))) : Tensor();
   };
-  return {want[0] ? at::empty_symint(x.sym_sizes(), x.options(), feature_format(4, channels_last)) : Tensor(), vector(want[1]),
-          vector(want[2])};
+  return {want[0] ? at::empty_symint(x.sym_sizes(), x.options(), feature_format(4, channels_last)) : Tensor(),
+          vector(want[1]), vector(want[2])};
 }
 
-// --- The gradient of a scale ----------------------------------------------------------------------------------------------------
+// --- The gradient of a scale
+// ----------------------------------------------------------------------------------------------------
 
-// Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with last_dim, along
-// the last dimension ([C]).
+// Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with
+// last_dim, along the last dimension ([C]).
 Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                      const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a, double act_b,
-                      double act_c) {
+                      const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a,
+                      double act_b, double act_c) {
   const bool channels_last = !last_dim && is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   Tensor x = input.contiguous(format), g = grad_output.contiguous(format);
@@ -508,7 +536,8 @@ Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptT
     }
     // Rows: each image in as many parts as keep the threads busy.
     const int64_t rows = a.outer / images, threads = m.numel < kSerial ? 1 : at::get_num_threads();
-    const int64_t parts = std::clamp<int64_t>((threads + images - 1) / images, 1, rows), step = (rows + parts - 1) / parts;
+    const int64_t parts = std::clamp<int64_t>((threads + images - 1) / images, 1, rows),
+                  step = (rows + parts - 1) / parts;
     std::vector<double> dot(images * parts * C);
     at::parallel_for(0, images * parts, m.numel < kSerial ? images * parts : 1, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
@@ -526,8 +555,8 @@ Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptT
   return out;
 }
 
-Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                       bool last_dim, int64_t, double, double, double) {
+Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
+                       const OptTensor&, bool last_dim, int64_t, double, double, double) {
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   if (last_dim) return at::empty_symint({input.sym_size(-1)}, options);
   return at::empty_symint({input.sym_size(0), input.sym_size(1)}, options);
@@ -535,24 +564,31 @@ Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, con
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def(
-      "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor? other, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, bool keep_mask) "
+      "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, "
+      "Tensor? other, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, bool "
+      "keep_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_batch_norm_act_backward(Tensor grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, bool[4] want) "
+      "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
+      "bool[4] want) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, "
+      "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float "
+      "act_c, "
       "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int[2] out_size, bool keep_positions) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "_batch_norm_act_max_pool2d_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "Tensor positions, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, int[2] kernel_size, "
+      "_batch_norm_act_max_pool2d_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, "
+      "Tensor positions, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, int[2] "
+      "kernel_size, "
       "int[2] stride, int[2] padding, int[2] dilation, bool[3] want) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool last_dim, int act, "
+      "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
+      "last_dim, int act, "
       "float act_a, float act_b, float act_c) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {

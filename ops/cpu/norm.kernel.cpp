@@ -10,7 +10,8 @@ namespace {
 template <class T>
 constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
 
-// --- Statistics -----------------------------------------------------------------------------------------------------------------
+// --- Statistics
+// -----------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
@@ -51,7 +52,8 @@ void stats_rows(const NormArgs& a, NormRange r, double* mean, double* m2) {
   alignas(64) A buffer[tile], shift[tile], s[tile], q[tile];
   for (int64_t first = 0; first < periods; first += kRowsPerFlush) {
     const int64_t last = first + kRowsPerFlush < periods ? first + kRowsPerFlush : periods;
-    const double m = static_cast<double>(last - first), n = static_cast<double>(first), per = 1 / m, share = m / (n + m);
+    const double m = static_cast<double>(last - first), n = static_cast<double>(first), per = 1 / m,
+                 share = m / (n + m);
     for (int64_t t = 0; t < a.period; t += tile) {
       const int64_t w = a.period - t < tile ? a.period - t : tile;
       double *lm = lane_mean.data + t, *lq = lane_m2.data + t;
@@ -102,7 +104,8 @@ void stats_rows(const NormArgs& a, NormRange r, double* mean, double* m2) {
   if (periods > 0)
     for (int64_t w = 0; w < wide; ++w)
       for (int64_t c = 0; c < C; ++c)
-        merge(static_cast<double>(w * periods), mean + c, m2 + c, static_cast<double>(periods), lane_mean[w * C + c], lane_m2[w * C + c]);
+        merge(static_cast<double>(w * periods), mean + c, m2 + c, static_cast<double>(periods), lane_mean[w * C + c],
+              lane_m2[w * C + c]);
   for (int64_t p = periods * wide; p < rows; ++p)
     for (int64_t t = 0; t < C; t += tile) {
       const int64_t w = C - t < tile ? C - t : tile;
@@ -138,7 +141,8 @@ void exact_stats(const NormArgs& a, int64_t channel, double* mean, double* m2) {
   *m2 = squares;
 }
 
-// --- Forward --------------------------------------------------------------------------------------------------------------------
+// --- Forward
+// --------------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void apply(const NormArgs& a, NormRange r) {
@@ -174,7 +178,8 @@ void apply(const NormArgs& a, NormRange r) {
   });
 }
 
-// --- Backward -------------------------------------------------------------------------------------------------------------------
+// --- Backward
+// -------------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
@@ -200,8 +205,10 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
     const A* g = grad_pre<T>(a, r, k, *x, b);
     if (a.grad_other) {
       T* out = static_cast<T*>(a.grad_other) + k.offset;
-      if constexpr (sizeof(T) == sizeof(A)) std::memcpy(out, g, k.n * sizeof(T));
-      else store(g, out, k.n);
+      if constexpr (sizeof(T) == sizeof(A))
+        std::memcpy(out, g, k.n * sizeof(T));
+      else
+        store(g, out, k.n);
     }
     return g;
   };
@@ -252,8 +259,9 @@ template <class T>
 void grad(const NormArgs& a, NormRange r) {
   using A = typename Acc<T>::type;
   int64_t begin = r.o0 * a.channels;
+  const bool in_place = a.grad == a.out;  // the fused rows of a planar map end in a vector that overlaps the one before
   if constexpr (fusable<T>) {
-    const bool done = with_fused(a, [&](auto act) {
+    const bool done = !(in_place && a.planar()) && with_fused(a, [&](auto act) {
       if (a.planar() && a.tilt)
         fused_grad_planar<T, true>(a, r, act);
       else if (a.planar())
@@ -319,10 +327,16 @@ void dot(const NormArgs& a, NormRange r, double* out) {
 
 }  // namespace
 
-static void stats_any(const NormArgs& a, NormRange r, double* mean, double* m2) { TSMEM_BY_DTYPE(stats, a, a, r, mean, m2) }
-static void exact_any(const NormArgs& a, int64_t c, double* mean, double* m2) { TSMEM_BY_DTYPE(exact_stats, a, a, c, mean, m2) }
+static void stats_any(const NormArgs& a, NormRange r, double* mean, double* m2) {
+  TSMEM_BY_DTYPE(stats, a, a, r, mean, m2)
+}
+static void exact_any(const NormArgs& a, int64_t c, double* mean, double* m2) {
+  TSMEM_BY_DTYPE(exact_stats, a, a, c, mean, m2)
+}
 static void apply_any(const NormArgs& a, NormRange r) { TSMEM_BY_DTYPE(apply, a, a, r) }
-static void reduce_any(const NormArgs& a, NormRange r, double* sum, double* dot) { TSMEM_BY_DTYPE(reduce, a, a, r, sum, dot) }
+static void reduce_any(const NormArgs& a, NormRange r, double* sum, double* dot) {
+  TSMEM_BY_DTYPE(reduce, a, a, r, sum, dot)
+}
 static void grad_any(const NormArgs& a, NormRange r) { TSMEM_BY_DTYPE(grad, a, a, r) }
 static void dot_any(const NormArgs& a, NormRange r, double* out) { TSMEM_BY_DTYPE(dot, a, a, r, out) }
 

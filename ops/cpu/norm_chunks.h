@@ -1,4 +1,5 @@
-// What the normalisation kernels share: walking a feature map in chunks, the affine map, the gradient before the activation.
+// What the normalisation kernels share: walking a feature map in chunks, the affine map, the gradient before the
+// activation.
 #pragma once
 #include <cstring>
 
@@ -26,6 +27,16 @@ inline double total(const typename Lanes<A>::V& v) {
   return sum;
 }
 
+// The last vector of n >= width elements, which overlaps the one before: lanes below `skip` were taken already.
+template <class A>
+inline int64_t overlap(int64_t i, int64_t n) {
+  return Lanes<A>::width - (n - i);
+}
+template <class A>
+inline void drop_first(typename Lanes<A>::V& v, int64_t skip) {
+  for (int64_t i = 0; i < Lanes<A>::width; ++i) v[i] = i < skip ? A(0) : v[i];
+}
+
 // sum of x - shift and of (x - shift)^2
 template <class A>
 inline void moments(const A* __restrict x, int64_t n, A shift, double* sum, double* squares) {
@@ -40,6 +51,15 @@ inline void moments(const A* __restrict x, int64_t n, A shift, double* sum, doub
     d0 -= shift, d1 -= shift;
     s0 += d0, s1 += d1;
     q0 += d0 * d0, q1 += d1 * d1;
+  }
+  for (; i < n && n >= w; i += w) {
+    const bool last = i + w > n;
+    V d;
+    std::memcpy(&d, x + (last ? n - w : i), sizeof(V));
+    d -= shift;
+    if (last) drop_first<A>(d, overlap<A>(i, n));
+    s0 += d;
+    q0 += d * d;
   }
   double s = total<A>(s0 + s1), q = total<A>(q0 + q1);
   for (; i < n; ++i) {
@@ -107,15 +127,15 @@ inline void merge(double n, double* mean, double* m2, double m, double mean_b, d
   *m2 += m2_b + delta * delta * n * share;
 }
 
-// A run of memory that is processed at once: `rows` rows (of `length` elements) of consecutive channels, or with rows layout one
-// stretch whose elements have the coefficients q, q + 1, ...
+// A run of memory that is processed at once: `rows` rows (of `length` elements) of consecutive channels, or with rows
+// layout one stretch whose elements have the coefficients q, q + 1, ...
 struct Chunk {
-  int64_t offset, n;       // in elements
-  int64_t index;           // c - c0 of the first row; coefficient index with rows
+  int64_t offset, n;  // in elements
+  int64_t index;      // c - c0 of the first row; coefficient index with rows
   int64_t rows, length;
-  int64_t mask;            // byte offset of the first row's bits
-  int64_t mask_stride;     // bytes from one row's bits to the next
-  int64_t row;             // o - o0 (planar)
+  int64_t mask;         // byte offset of the first row's bits
+  int64_t mask_stride;  // bytes from one row's bits to the next
+  int64_t row;          // o - o0 (planar)
 };
 
 template <class F>
@@ -127,7 +147,8 @@ inline void planar_chunks(const NormArgs& a, NormRange r, F f) {
       const int64_t step = kChunk / a.inner;
       for (int64_t c = r.c0; c < r.c1; c += step) {
         const int64_t rows = c + step < r.c1 ? step : r.c1 - c;
-        f(Chunk{(row + c) * a.inner, rows * a.inner, c - r.c0, rows, a.inner, (row + c) * mask_stride, mask_stride, o - r.o0});
+        f(Chunk{(row + c) * a.inner, rows * a.inner, c - r.c0, rows, a.inner, (row + c) * mask_stride, mask_stride,
+                o - r.o0});
       }
     } else {
       for (int64_t c = r.c0; c < r.c1; ++c)
@@ -139,8 +160,8 @@ inline void planar_chunks(const NormArgs& a, NormRange r, F f) {
   }
 }
 
-// Stretches of at most kChunk elements (a multiple of 8 but for the last) that do not cross a multiple of the period, from element
-// `begin` (where a period starts) to the end of the range.
+// Stretches of at most kChunk elements (a multiple of 8 but for the last) that do not cross a multiple of the period,
+// from element `begin` (where a period starts) to the end of the range.
 template <class F>
 inline void row_chunks(const NormArgs& a, NormRange r, int64_t begin, F f) {
   const int64_t end = r.o1 * a.channels;
@@ -163,7 +184,8 @@ inline void chunks(const NormArgs& a, NormRange r, int64_t begin, F f) {
 // out = (x - mean) * scale + bias
 template <class A>
 inline void affine(const NormArgs& a, NormRange r, const Chunk& k, const A* x, A* out, bool rows) {
-  const A *mean = static_cast<const A*>(a.mean), *scale = static_cast<const A*>(a.scale), *bias = static_cast<const A*>(a.bias);
+  const A *mean = static_cast<const A*>(a.mean), *scale = static_cast<const A*>(a.scale),
+          *bias = static_cast<const A*>(a.bias);
   if (!rows) {
     for (int64_t j = 0; j < k.rows; ++j) {
       const int64_t c = r.c0 + k.index + j;
@@ -182,8 +204,8 @@ inline void affine(const NormArgs& a, NormRange r, const Chunk& k, const A* x, A
 // out = g * slope - ((x - mean) * tilt + level), or g * slope without tilt
 template <class A>
 inline void input_grad(const NormArgs& a, NormRange r, const Chunk& k, const A* x, const A* g, A* to, bool rows) {
-  const A *mean = static_cast<const A*>(a.mean), *slope = static_cast<const A*>(a.slope), *tilt = static_cast<const A*>(a.tilt),
-          *level = static_cast<const A*>(a.level);
+  const A *mean = static_cast<const A*>(a.mean), *slope = static_cast<const A*>(a.slope),
+          *tilt = static_cast<const A*>(a.tilt), *level = static_cast<const A*>(a.level);
   if (!rows) {
     for (int64_t j = 0; j < k.rows; ++j) {
       const int64_t c = r.c0 + k.index + j, base = j * k.length;
@@ -246,10 +268,14 @@ inline const A* grad_pre(const NormArgs& a, NormRange r, const Chunk& k, const A
 }  // namespace tsmem::TSMEM_ISA
 
 // Calls f<element type>(...) for a's dtype.
-#define TSMEM_BY_DTYPE(f, a, ...)                      \
-  switch ((a).dtype) {                                 \
-    case Dtype::f32: return f<float>(__VA_ARGS__);     \
-    case Dtype::f64: return f<double>(__VA_ARGS__);    \
-    case Dtype::bf16: return f<bf16>(__VA_ARGS__);     \
-    case Dtype::f16: return f<f16>(__VA_ARGS__);       \
+#define TSMEM_BY_DTYPE(f, a, ...)    \
+  switch ((a).dtype) {               \
+    case Dtype::f32:                 \
+      return f<float>(__VA_ARGS__);  \
+    case Dtype::f64:                 \
+      return f<double>(__VA_ARGS__); \
+    case Dtype::bf16:                \
+      return f<bf16>(__VA_ARGS__);   \
+    case Dtype::f16:                 \
+      return f<f16>(__VA_ARGS__);    \
   }

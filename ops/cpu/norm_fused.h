@@ -1,5 +1,6 @@
-// The cheap activations in one loop, for float and bf16: what takes most of the time in common networks. Coefficients stay in
-// registers over several rows, so that little but the map itself is loaded. Everything else goes through norm_chunks.h's buffers.
+// The cheap activations in one loop, for float and bf16: what takes most of the time in common networks. Coefficients
+// stay in registers over several rows, so that little but the map itself is loaded. Everything else goes through
+// norm_chunks.h's buffers.
 //
 // Results are bit for bit those of the buffered way: the same operations in the same order for each element.
 #pragma once
@@ -52,9 +53,7 @@ inline __attribute__((always_inline)) void store_part(Vec v, T* out, int64_t n) 
   std::memcpy(out, values, n * sizeof(T));
 }
 
-inline __attribute__((always_inline)) Vec all(float x) {
-  return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-}
+inline __attribute__((always_inline)) Vec all(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 struct FusedIdentity {
   explicit FusedIdentity(const Act&) {}
@@ -90,17 +89,27 @@ template <class F>
 inline bool with_fused(const NormArgs& a, F f) {
   if (a.other || a.mask || a.grad_other || !a.x) return false;
   switch (a.act.kind) {
-    case ActKind::identity: f(FusedIdentity(a.act)); return true;
-    case ActKind::relu: f(FusedRelu(a.act)); return true;
-    case ActKind::leaky_relu: f(FusedLeakyRelu(a.act)); return true;
-    case ActKind::hardtanh: f(FusedHardtanh(a.act)); return true;
-    default: return false;
+    case ActKind::identity:
+      f(FusedIdentity(a.act));
+      return true;
+    case ActKind::relu:
+      f(FusedRelu(a.act));
+      return true;
+    case ActKind::leaky_relu:
+      f(FusedLeakyRelu(a.act));
+      return true;
+    case ActKind::hardtanh:
+      f(FusedHardtanh(a.act));
+      return true;
+    default:
+      return false;
   }
 }
 
 inline const float* floats(const void* p) { return static_cast<const float*>(p); }
 
-// --- Planar: a row has one mean, scale, ... -------------------------------------------------------------------------------------
+// --- Planar: a row has one mean, scale, ...
+// -------------------------------------------------------------------------------------
 
 // f(offset of a row, channel)
 template <class F>
@@ -117,39 +126,65 @@ void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
     const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
     int64_t i = 0;
     for (; i + kLanes <= a.inner; i += kLanes) store_vec(act.forward((load_vec(x + i) - m) * s + b), out + i);
-    if (i < a.inner) store_part(act.forward((load_part(x + i, a.inner - i, 0) - m) * s + b), out + i, a.inner - i);
+    if (i == a.inner) return;
+    if (a.inner >= kLanes)  // the last vector overlaps the one before
+      store_vec(act.forward((load_vec(x + a.inner - kLanes) - m) * s + b), out + a.inner - kLanes);
+    else
+      store_part(act.forward((load_part(x, a.inner, 0) - m) * s + b), out, a.inner);
   });
 }
 
 template <class T, class Fused>
 void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
-  planar_rows(a, r, [&](int64_t offset, int64_t c) {
-    const T *x = static_cast<const T*>(a.x) + offset, *g = static_cast<const T*>(a.grad) + offset;
-    const float mean = floats(a.mean)[c];
-    const Vec m = all(mean), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
-    double row_sum = 0, row_dot = 0;
-    for (int64_t i = 0; i < a.inner;) {
-      // Short runs in float.
-      const int64_t stop = i + 64 * kLanes < a.inner ? i + 64 * kLanes : a.inner;
-      Vec s0 = {}, s1 = {}, q0 = {}, q1 = {};
-      for (; i + 2 * kLanes <= stop; i += 2 * kLanes) {
-        const Vec d0 = load_vec(x + i) - m, d1 = load_vec(x + i + kLanes) - m;
-        const Vec g0 = act.backward(d0 * s + b, load_vec(g + i)), g1 = act.backward(d1 * s + b, load_vec(g + i + kLanes));
-        s0 += g0, s1 += g1;
-        q0 += g0 * d0, q1 += g1 * d1;
+  // Float sums of each channel, in lanes; they go to double before they are long.
+  const int64_t channels = r.c1 - r.c0, row_vectors = (a.inner + kLanes - 1) / kLanes;
+  Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes);
+  int64_t summed = 0;
+  const auto flush = [&](int64_t c) {
+    for (int64_t i = c * kLanes; i < (c + 1) * kLanes; ++i)
+      sum[c] += s_run[i], dot[c] += q_run[i], s_run[i] = q_run[i] = 0;
+  };
+  for (int64_t o = r.o0; o < r.o1; ++o) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const int64_t offset = (o * a.channels + r.c0 + c) * a.inner;
+      const T *x = static_cast<const T*>(a.x) + offset, *g = static_cast<const T*>(a.grad) + offset;
+      const float mean = floats(a.mean)[r.c0 + c];
+      const Vec m = all(mean), s = all(floats(a.scale)[r.c0 + c]), b = all(floats(a.bias)[r.c0 + c]);
+      Vec s0 = load_vec(s_run.data + c * kLanes), q0 = load_vec(q_run.data + c * kLanes);
+      for (int64_t i = 0; i < a.inner;) {
+        const int64_t stop = i + kRowsPerFlush * kLanes < a.inner ? i + kRowsPerFlush * kLanes : a.inner;
+        Vec s1 = {}, q1 = {};
+        for (; i + 2 * kLanes <= stop; i += 2 * kLanes) {
+          const Vec d0 = load_vec(x + i) - m, d1 = load_vec(x + i + kLanes) - m;
+          const Vec g0 = act.backward(d0 * s + b, load_vec(g + i)),
+                    g1 = act.backward(d1 * s + b, load_vec(g + i + kLanes));
+          s0 += g0, s1 += g1;
+          q0 += g0 * d0, q1 += g1 * d1;
+        }
+        for (; i < stop; i += kLanes) {
+          const bool last = i + kLanes > a.inner, part = a.inner < kLanes;
+          const int64_t from = last ? a.inner - kLanes : i;
+          const Vec d = (part ? load_part(x, a.inner, mean) : load_vec(x + from)) - m;
+          Vec gp = act.backward(d * s + b, part ? load_part(g, a.inner, 0) : load_vec(g + from));
+          if (last && !part) drop_first<float>(gp, overlap<float>(i, a.inner));
+          s0 += gp;
+          q0 += gp * d;
+        }
+        i = stop;
+        store_vec(s0 + s1, s_run.data + c * kLanes);
+        store_vec(q0 + q1, q_run.data + c * kLanes);
+        if (stop < a.inner) {
+          flush(c);
+          s0 = q0 = Vec{};
+        }
       }
-      for (; i < stop; i += kLanes) {
-        const int64_t n = stop - i < kLanes ? stop - i : kLanes;
-        const Vec d = load_part(x + i, n, mean) - m, gp = act.backward(d * s + b, load_part(g + i, n, 0));
-        s0 += gp;
-        q0 += gp * d;
-      }
-      i = stop;
-      s0 += s1, q0 += q1;
-      row_sum += total<float>(s0), row_dot += total<float>(q0);
     }
-    sum[c - r.c0] += row_sum, dot[c - r.c0] += row_dot;
-  });
+    summed += row_vectors;
+    if (summed >= kRowsPerFlush || o + 1 == r.o1) {
+      for (int64_t c = 0; c < channels; ++c) flush(c);
+      summed = 0;
+    }
+  }
 }
 
 template <class T, bool through_stats, class Fused>
@@ -157,7 +192,8 @@ void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
   planar_rows(a, r, [&](int64_t offset, int64_t c) {
     const T *x = static_cast<const T*>(a.x) + offset, *g = static_cast<const T*>(a.grad) + offset;
     T* out = static_cast<T*>(a.out) + offset;
-    const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]), slope = all(floats(a.slope)[c]);
+    const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]),
+              slope = all(floats(a.slope)[c]);
     const Vec tilt = all(through_stats ? floats(a.tilt)[c] : 0), level = all(through_stats ? floats(a.level)[c] : 0);
     const auto one = [&](Vec v, Vec gv) __attribute__((always_inline)) {
       const Vec d = v - m, gp = act.backward(d * s + b, gv) * slope;
@@ -165,15 +201,22 @@ void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
     };
     int64_t i = 0;
     for (; i + kLanes <= a.inner; i += kLanes) store_vec(one(load_vec(x + i), load_vec(g + i)), out + i);
-    if (i < a.inner) store_part(one(load_part(x + i, a.inner - i, 0), load_part(g + i, a.inner - i, 0)), out + i, a.inner - i);
+    if (i == a.inner) return;
+    const int64_t last = a.inner - kLanes;
+    if (last >= 0)
+      store_vec(one(load_vec(x + last), load_vec(g + last)), out + last);
+    else
+      store_part(one(load_part(x, a.inner, 0), load_part(g, a.inner, 0)), out, a.inner);
   });
 }
 
-// --- Rows: each lane of a period has its own ------------------------------------------------------------------------------------
+// --- Rows: each lane of a period has its own
+// ------------------------------------------------------------------------------------
 
 constexpr int64_t kDeep = 4;  // periods that share one load of the coefficients
 
-// f(first element, periods) for groups of at most kDeep whole periods; returns where the rest, less than a period, begins.
+// f(first element, periods) for groups of at most kDeep whole periods; returns where the rest, less than a period,
+// begins.
 template <class F>
 inline int64_t period_groups(const NormArgs& a, NormRange r, F f) {
   const int64_t begin = r.o0 * a.channels, periods = (r.o1 - r.o0) * a.channels / a.period;

@@ -16,9 +16,12 @@ struct Index<double> {
 
 inline int64_t read_position(const NormPoolArgs& a, int64_t i) {
   switch (a.position_bytes) {
-    case 1: return static_cast<const uint8_t*>(a.positions)[i];
-    case 2: return static_cast<const uint16_t*>(a.positions)[i];
-    default: return static_cast<const int32_t*>(a.positions)[i];
+    case 1:
+      return static_cast<const uint8_t*>(a.positions)[i];
+    case 2:
+      return static_cast<const uint16_t*>(a.positions)[i];
+    default:
+      return static_cast<const int32_t*>(a.positions)[i];
   }
 }
 
@@ -98,7 +101,8 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   using A = typename Acc<T>::type;
   using I = typename Index<A>::type;
   const NormArgs& norm = a.norm;
-  const int64_t C = norm.channels, row = a.rows ? a.width * C : a.width, out_row = a.rows ? a.out_width * C : a.out_width;
+  const int64_t C = norm.channels, row = a.rows ? a.width * C : a.width,
+                out_row = a.rows ? a.out_width * C : a.out_width;
   const int64_t reach = (a.kernel[0] - 1) * a.dilation[0] + 1;
   // Bands overlap by reach - stride rows, which are computed twice: several output rows a band keep that small.
   const int64_t rows = band_rows(row, a.rows ? 65536 : 8192, reach), block = (rows - reach) / a.stride[0] + 1;

@@ -23,6 +23,24 @@ def run(f, *inputs, cotangent=None):
     return [y.detach(), *torch.autograd.grad(y, wanted, cotangent)]
 
 
+class _Hardsigmoid(torch.autograd.Function):
+    """float64: the derivative is 1/6 rounded to float64, as TorchScript differentiates it; eager mode's constant is a float32."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.ops.aten.hardsigmoid(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.where((x > -3) & (x < 3), g * (1 / 6), 0)
+
+
+def hardsigmoid(x):
+    return _Hardsigmoid.apply(x) if x.dtype == torch.float64 else torch.ops.aten.hardsigmoid(x)
+
+
 def assert_equal(actual, expected, layout=True):
     """Bit for bit (NaN equals NaN); the outputs in the same layout."""
     assert len(actual) == len(expected)

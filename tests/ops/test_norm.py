@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from op_checks import hardsigmoid
 from torch.autograd.graph import saved_tensors_hooks
 
 ACTS = {
@@ -17,7 +18,7 @@ ACTS = {
     "hardtanh": ([-0.5, 0.8], lambda x: F.hardtanh(x, -0.5, 0.8)),
     "threshold": ([0.1, -0.3], lambda x: F.threshold(x, 0.1, -0.3)),
     "leaky_relu": ([0.01], F.leaky_relu),
-    "hardsigmoid": ([], F.hardsigmoid),
+    "hardsigmoid": ([], hardsigmoid),
     "silu": ([], F.silu),
     "hardswish": ([], F.hardswish),
     "gelu": ([], F.gelu),

@@ -1,0 +1,268 @@
+"""tsmem profile and tsmem verify, run as a user runs them, on small models scripted here."""
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+TSMEM = os.environ.get("TSMEM_BIN", str(Path(__file__).resolve().parent.parent / "build" / "bin" / "tsmem"))
+
+
+def tsmem(*args, code=0, **env):
+    done = subprocess.run([TSMEM, *map(str, args)], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self, last=0):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.ModuleList([Block(4), Block(4)])
+        self.others = nn.ModuleList([Block(4)])
+        self.head = nn.Linear(4, 5)
+        self.last = last
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        for block in self.others:
+            x = block(x)
+        x = self.head(x.mean((2, 3)))
+        return torch.sigmoid(x) if self.last else torch.tanh(x)
+
+    @torch.jit.export
+    def features(self, x, scale: float = 1.0):
+        return self.stem(x) * scale
+
+
+class Detector(nn.Module):
+    """Arguments as detection models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None):
+        total = torch.zeros(())
+        for image in images:
+            total = total + (image * self.w).sin().sum()
+        if targets is not None:
+            for t in targets:
+                total = total + (t["boxes"] * self.w.sum()).sum()
+        return {"loss": total}
+
+
+def script(module, path):
+    torch.jit.save(torch.jit.script(module), str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    net = Net()
+    script(net, folder / "net.pt")
+    script(net, folder / "same.pt")
+    net.last = 1
+    script(net, folder / "math.pt")
+    net.last = 0
+    with torch.no_grad():
+        net.head.weight.mul_(1.5)
+    script(net, folder / "weights.pt")
+    net.requires_grad_(False)
+    script(net, folder / "frozen.pt")
+    script(Detector(), folder / "detector.pt")
+    return folder
+
+
+SHAPE = ("--input", "2x3x8x8")
+
+
+def test_profile_text(models):
+    out = tsmem("profile", models / "net.pt", *SHAPE).stdout
+    for word in ("saved for backward", "peak", "forward", "backward", "step", "(model)", "stem", "blocks", "Conv2d", "aten::conv2d"):
+        assert word in out
+    assert "BatchNorm2d" not in out  # folded at depth 2
+    assert "--depth" in out
+    assert "BatchNorm2d" in tsmem("profile", models / "net.pt", *SHAPE, "--depth", "-1").stdout
+    assert "\x1b[" not in out
+    assert "\x1b[" in tsmem("--color", "always", "profile", models / "net.pt", *SHAPE).stdout
+
+
+def test_profile_json(models, tmp_path):
+    report = tmp_path / "p.json"
+    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    p = json.loads(report.read_text())
+    assert p["input_bytes"] == 2 * 3 * 8 * 8 * 4
+    assert p["parameter_bytes"] == sum(t.numel() * 4 for t in Net().parameters())
+    assert 0 < p["saved_bytes"] < p["peak_bytes"]
+    assert sum(m["saved_bytes"] for m in p["modules"]) == p["saved_bytes"]
+    live = peak = 0
+    for e in p["timeline"]:
+        assert e["phase"] in ("forward", "backward")
+        live += e["bytes"]
+        peak = max(peak, live)
+    assert peak == p["peak_bytes"]
+    rows = {m["path"]: m for m in p["modules"]}
+    assert set(rows) == {n for n, _ in Net().named_modules()}
+    # Lists whose members have the same names are told apart.
+    for path in ("blocks.0.norm", "blocks.1.norm", "others.0.norm"):
+        assert rows[path]["forward_bytes"] > 0 and rows[path]["backward_bytes"] > 0, path
+    assert rows["blocks.0.conv"]["saved_bytes"] == rows["others.0.conv"]["saved_bytes"] > 0
+
+
+def test_profile_agrees_with_pytorchs_profiler(models, tmp_path):
+    from torch.profiler import ProfilerActivity, profile
+
+    report = tmp_path / "p.json"
+    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    m, x = torch.jit.load(str(models / "net.pt")), torch.randn(2, 3, 8, 8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for p in m.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(3):
+        m(x).backward(torch.ones(2, 5))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        y = m(x)
+    torch.set_num_threads(threads)
+    live = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+    assert json.loads(report.read_text())["saved_bytes"] == live - y.untyped_storage().nbytes()
+
+
+def test_profile_json_to_stdout_is_json_alone(models):
+    assert json.loads(tsmem("profile", models / "net.pt", *SHAPE, "--json", "-").stdout)["saved_bytes"] > 0
+
+
+def test_profile_vs(models):
+    out = tsmem("profile", models / "net.pt", *SHAPE, "--vs", models / "same.pt").stdout
+    assert "ratio" in out and "1.00" in out
+
+
+def test_profile_frozen_and_input_grad(models):
+    assert "--input-grad" in tsmem("profile", models / "frozen.pt", *SHAPE).stdout
+    p = json.loads(tsmem("profile", models / "frozen.pt", *SHAPE, "--input-grad", "--json", "-").stdout)
+    assert p["has_backward"] and p["saved_bytes"] > 0
+
+
+def test_profile_eval_method_and_scalars(models):
+    tsmem("profile", models / "net.pt", *SHAPE, "--eval")
+    out = tsmem("profile", models / "net.pt", *SHAPE, "--input", "0.5:float", "--method", "features").stdout
+    assert "stem" in out and "head" not in out
+
+
+def test_inputs_saved_by_torch_save(models, tmp_path):
+    images = [torch.randn(3, 4, 5), torch.randn(3, 6, 4)]
+    targets = [{"boxes": torch.rand(2, 4)}, {"boxes": torch.rand(1, 4)}]
+    torch.save(images, tmp_path / "images.pt")
+    torch.save(targets, tmp_path / "targets.pt")
+    torch.save((tuple(images), targets), tmp_path / "all.pt")
+    torch.save(images + [nn.Parameter(torch.ones(3, 2, 2))[:, 1:]], tmp_path / "view.pt")
+    torch.save((images, None), tmp_path / "none.pt")
+    for args in (
+        ("--input", f"@{tmp_path}/images.pt"),
+        ("--input", f"@{tmp_path}/images.pt", "--input", f"@{tmp_path}/targets.pt"),
+        ("--inputs", f"@{tmp_path}/all.pt"),
+        ("--inputs", f"@{tmp_path}/none.pt"),
+        ("--input", f"@{tmp_path}/view.pt"),
+    ):
+        tsmem("profile", models / "detector.pt", *args)
+        tsmem("verify", models / "detector.pt", models / "detector.pt", *args, "--calls", "1", "--seeds", "1", "--no-measure")
+
+
+def test_verify_equal(models, tmp_path):
+    report = tmp_path / "v.json"
+    out = tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--json", report).stdout
+    assert out.startswith("Equal")
+    assert "saved for backward" in out
+    v = json.loads(report.read_text())
+    assert v["equal"] and v["state_dict_equal"]
+    assert [c["mode"] for c in v["calls"]] == ["train"] * 4 + ["eval"] * 4 + ["no_grad"] * 4
+    assert all(c["f64_error"] <= 1e-9 for c in v["calls"])
+    assert v["gradients_only_in"] == {"a": [], "b": []}
+    assert v["saved_bytes"][0] == v["saved_bytes"][1] > 0
+    assert v["peak_bytes"][0] == v["peak_bytes"][1]
+    assert min(v["step_seconds"]) > 0
+
+
+def test_verify_modes_and_calls(models):
+    args = ("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure", "--seeds", "1", "--calls", "2", "--json", "-")
+    assert [c["mode"] for c in json.loads(tsmem(*args, "--train").stdout)["calls"]] == ["train"] * 2
+    assert [c["mode"] for c in json.loads(tsmem(*args, "--eval").stdout)["calls"]] == ["eval"] * 2 + ["no_grad"] * 2
+
+
+@pytest.mark.parametrize("other, says", [("weights.pt", "Parameter 'head.weight' has other values"), ("math.pt", "In float64 in train mode")])
+def test_verify_different(models, other, says):
+    out = tsmem("verify", models / "net.pt", models / other, *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", code=1).stdout
+    assert says in out
+
+
+def one_sentence(done):
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("tsmem: ") and "Traceback" not in done.stderr and "frame #" not in done.stderr
+    assert len(lines) <= 2
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "args, code, says",
+    [
+        (("--input", "2x"), 2, "looks like 8x3x224x224"),
+        (("--input", "2x3x8x8:f99"), 2, "no dtype"),
+        ((), 3, "forward takes 1 argument (x: Tensor)"),
+        ((*SHAPE, *SHAPE), 3, "forward takes 1 argument"),
+        (("--input", "3:int"), 3, "wants Tensor and got an int"),
+        (("--input", "2x5x8x8"), 3, "channels"),
+        (("--input", "@/no/such.pt"), 3, "does not exist"),
+        ((*SHAPE, "--inputs", "@x.pt"), 2, "exclude each other"),
+        ((*SHAPE, "--method", "encode"), 2, "no method 'encode'"),
+        ((*SHAPE, "--device", "tpu"), 2, "use cpu or cuda"),
+        (("--input", "1000000x1000000x3000"), 3, "more memory than there is"),
+    ],
+)
+def test_errors(models, args, code, says):
+    assert says in one_sentence(tsmem("profile", models / "net.pt", *args, code=code))
+    assert says in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *args, code=code))
+
+
+def test_plots_say_that_they_come_later(models):
+    assert "not available in this version" in one_sentence(tsmem("profile", models / "net.pt", *SHAPE, "--plot", "x.svg", code=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_no_cuda(models):
+    assert "no CUDA device" in one_sentence(tsmem("profile", models / "net.pt", *SHAPE, "--device", "cuda", code=2))
+
+
+def test_the_report_never_replaces_a_model(models):
+    before = (models / "net.pt").read_bytes()
+    tsmem("profile", models / "net.pt", *SHAPE, "--json", models / "net.pt", code=2)
+    tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", "--json", models / "net.pt", code=2)
+    assert (models / "net.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("save, says", [(lambda p: torch.save({"a": torch.Size([2])}, p), "can't be read"), (lambda p: Path(p).write_text("text"), "torch.save")])
+def test_bad_input_files(models, tmp_path, save, says):
+    save(str(tmp_path / "x.pt"))
+    assert says in one_sentence(tsmem("profile", models / "net.pt", "--input", f"@{tmp_path}/x.pt", code=3))
+
+
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_help_has_an_example(command):
+    assert f"Example: tsmem {command} model.pt" in tsmem(command, "--help").stdout
