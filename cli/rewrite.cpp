@@ -168,7 +168,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
                result.verdict);
     return false;
   }
-  if (!common.quiet) print("Verified: " + result.verdict + "\n");
+  if (!common.quiet && o.json_file != "-") print("Verified: " + result.verdict + "\n");
   return true;
 }
 

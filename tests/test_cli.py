@@ -27,7 +27,6 @@ def rewritten(model, tmp_path_factory):
 
 
 def extra_file(path, name):
-    files = {name: ""}
     reader = torch._C.PyTorchFileReader(str(path))
     return bytes(reader.get_record("extra/" + name)) if reader.has_record("extra/" + name) else None
 
@@ -97,6 +96,11 @@ def test_rewrite_json(model, tmp_path):
 def test_rewrite_json_on_stdout_is_json_alone(model):
     done = run("rewrite", model, "--dry-run", "--json", "-")
     assert done.returncode == 0 and json.loads(done.stdout)["output"] is None
+
+
+def test_rewrite_json_on_stdout_with_an_output(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--input", SPEC, "--explain", "--json", "-")
+    assert done.returncode == 0 and json.loads(done.stdout)["output"] == str(tmp_path / "out.pt")
 
 
 def test_dry_run_writes_nothing(model, tmp_path):

@@ -77,7 +77,7 @@ TEST_F(ModelFileTest, MetaHasShapesAlone) {
 TEST_F(ModelFileTest, ExistingFileNeedsForce) {
   write("m.pt", "precious");
   EXPECT_EQ(code_of([&] { save_model(small(), {}, at("m.pt"), false); }), kUsage);
-  EXPECT_EQ(read(at("m.pt")), "precious");
+  EXPECT_TRUE(read(at("m.pt")) == "precious");
   save_model(small(), {}, at("m.pt"), true);
   EXPECT_NO_THROW(load_model(at("m.pt")));
   EXPECT_EQ(files(), 1u);
@@ -88,7 +88,7 @@ TEST_F(ModelFileTest, FileThatAppearsMeanwhileIsKept) {
   EXPECT_NO_THROW(load_model(pending.temporary()));
   write("m.pt", "precious");
   EXPECT_EQ(code_of([&] { pending.commit(); }), kUsage);
-  EXPECT_EQ(read(at("m.pt")), "precious");
+  EXPECT_TRUE(read(at("m.pt")) == "precious");
 }
 
 TEST_F(ModelFileTest, WithoutCommitNothingIsLeft) {
@@ -108,7 +108,7 @@ TEST_F(ModelFileTest, FullDisk) {
   rlimit old;
   getrlimit(RLIMIT_FSIZE, &old);
   write("m.pt", "precious");
-  for (rlim_t limit : {1u, 100u, 1000u, 3000u}) {
+  for (rlim_t limit : {1u, 100u, 1000u, 1500u}) {
     rlimit low = {limit, old.rlim_max};
     setrlimit(RLIMIT_FSIZE, &low);
     std::string text;
@@ -118,7 +118,7 @@ TEST_F(ModelFileTest, FullDisk) {
     EXPECT_EQ(code, kBadInput) << limit;
     EXPECT_EQ(code_of_text, kBadInput) << limit;
     EXPECT_NE(text.find("Can't write"), std::string::npos) << text;
-    EXPECT_EQ(read(at("m.pt")), "precious");
+    EXPECT_TRUE(read(at("m.pt")) == "precious");
     EXPECT_EQ(files(), 1u);
   }
   std::signal(SIGXFSZ, before);

@@ -50,7 +50,7 @@ MODELS = {
     "bn-add-act gelu": lambda: two(lambda: Residual(nn.GELU())),
     "bn-act-mul": lambda: two(lambda: SqueezeExcite(nn.SiLU())),
     "bn-act-max-pool": lambda: nn.Sequential(conv_bn(nn.ReLU(inplace=True)), nn.MaxPool2d(3, 2, 1), conv_bn(nn.ReLU())),
-    "activation": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 3), nn.Hardsigmoid()),
+    "activation": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1)),
     "max-pool": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)),
     "shape-only": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)),
     "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
@@ -85,6 +85,11 @@ def step(module, x, seed):
     return [y.detach(), x.grad] + [p.grad for p in module.parameters()] + [b.clone() for b in module.buffers()]
 
 
+def freeze(module, frozen):
+    for p in module.parameters():
+        p.requires_grad_(not frozen)
+
+
 def alive(module, x):
     """Bytes held after forward: three calls first, as TorchScript changes the graph between calls."""
     x = x.clone().requires_grad_()
@@ -107,15 +112,18 @@ def test_numbers_and_bytes(name, how, tmp_path, ops):
         a, b = torch.jit.load(original).double(), torch.jit.load(rewritten).double()
         a.train(training), b.train(training)
         for call in range(4):
-            for u, v in zip(step(a, x.double(), call), step(b, x.double(), call), strict=True):
+            ours, theirs = step(b, x.double(), call), step(a, x.double(), call)
+            # What is truly zero (the gradient of a conv bias before a norm) is measured against the largest.
+            largest = max(v.double().norm().item() for v in theirs if v is not None)
+            for u, v in zip(ours, theirs, strict=True):
                 assert (u is None) == (v is None)
                 if u is not None:
-                    assert (u - v).norm() <= 1e-9 * max(u.norm().item(), 1e-3), f"call {call}, training={training}"
+                    assert (u - v).double().norm() <= 1e-9 * max(v.double().norm().item(), 1e-3 * largest), f"call {call}, training={training}"
     for frozen, limit in zip((False, True), LIMITS[name]):
         a, b = torch.jit.load(original), torch.jit.load(rewritten)
         for m in (a, b):
             m.train()
-            m.requires_grad_(not frozen)
+            freeze(m, frozen)
         ratio = alive(b, x) / alive(a, x)
         assert ratio <= limit, f"{'frozen' if frozen else 'trainable'}: {ratio:.3f}"
 
@@ -125,11 +133,12 @@ def test_the_same_file_serves_every_state(tmp_path, ops):
     original, rewritten, x = make("bn-act", "script", tmp_path)
     a, b = torch.jit.load(original), torch.jit.load(rewritten)
     everything = alive(b, x)
-    b.requires_grad_(False)
+    freeze(b, True)
     frozen = alive(b, x)
     b.eval()
     frozen_eval = alive(b, x)
-    b.train().requires_grad_(True)
+    b.train()
+    freeze(b, False)
     assert frozen_eval < 0.1 * everything < frozen < 0.7 * everything
     assert alive(b, x) == everything
     assert alive(a, x) >= everything
@@ -141,7 +150,7 @@ def test_deepcopy_and_half(tmp_path, ops):
     m = torch.jit.load(rewritten)
     twin = copy.deepcopy(m)
     for u, v in zip(step(m, x, 0), step(twin, x, 0), strict=True):
-        assert torch.equal(u, v)
+        assert u is v is None or torch.equal(u, v)
     for dtype in (torch.bfloat16, torch.float16):
         half = copy.deepcopy(m).to(dtype)
         for _ in range(3):

@@ -55,21 +55,60 @@ inline __attribute__((always_inline)) void store_part(Vec v, T* out, int64_t n) 
 
 inline __attribute__((always_inline)) Vec all(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
+// Bit i: lane i of a comparison.
+inline __attribute__((always_inline)) uint32_t pack_lanes(VecBits flags) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(flags));
+#elif defined(__AVX2__)
+  alignas(64) int32_t lanes[kLanes];
+  std::memcpy(lanes, &flags, sizeof(flags));
+  const __m256 low = _mm256_load_ps(reinterpret_cast<const float*>(lanes)),
+               high = _mm256_load_ps(reinterpret_cast<const float*>(lanes + 8));
+  return static_cast<uint32_t>(_mm256_movemask_ps(low)) | static_cast<uint32_t>(_mm256_movemask_ps(high)) << 8;
+#else
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(flags[i] & 1) << i;
+  return bits;
+#endif
+}
+inline __attribute__((always_inline)) VecBits unpack_lanes(uint32_t bits) {
+  const int32_t b = static_cast<int32_t>(bits);
+  const VecBits lane = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  const VecBits every = {b, b, b, b, b, b, b, b, b, b, b, b, b, b, b, b};
+  return (every & lane) != 0;
+}
+// The bits of elements [at, at + kLanes), at most up to n, of a row of masks.
+inline __attribute__((always_inline)) uint32_t read_bits(const uint8_t* row, int64_t at, int64_t n) {
+  uint32_t bits = 0;
+  if (at % 8 == 0 && at + kLanes <= n) {
+    std::memcpy(&bits, row + at / 8, 2);
+    return bits;
+  }
+  const int64_t end = at + kLanes < n ? at + kLanes : n;
+  std::memcpy(&bits, row + at / 8, (end + 7) / 8 - at / 8);
+  return bits >> (at % 8);
+}
+
+// forward: of the pre-activation. flags: where the derivative is the upper slope. backward: the gradient times the
+// slope.
 struct FusedIdentity {
   explicit FusedIdentity(const Act&) {}
   inline __attribute__((always_inline)) Vec forward(Vec p) const { return p; }
-  inline __attribute__((always_inline)) Vec backward(Vec, Vec g) const { return g; }
+  inline __attribute__((always_inline)) VecBits flags(Vec p) const { return p == p; }
+  inline __attribute__((always_inline)) Vec backward(VecBits, Vec g) const { return g; }
 };
 struct FusedRelu {
   explicit FusedRelu(const Act&) {}
   inline __attribute__((always_inline)) Vec forward(Vec p) const { return p <= Vec{} ? Vec{} : p; }
-  inline __attribute__((always_inline)) Vec backward(Vec p, Vec g) const { return p <= Vec{} ? Vec{} : g; }
+  inline __attribute__((always_inline)) VecBits flags(Vec p) const { return ~(p <= Vec{}); }
+  inline __attribute__((always_inline)) Vec backward(VecBits on, Vec g) const { return on ? g : Vec{}; }
 };
 struct FusedLeakyRelu {
   Vec slope;
   explicit FusedLeakyRelu(const Act& act) : slope(all(static_cast<float>(act.a))) {}
   inline __attribute__((always_inline)) Vec forward(Vec p) const { return p > Vec{} ? p : p * slope; }
-  inline __attribute__((always_inline)) Vec backward(Vec p, Vec g) const { return p > Vec{} ? g : g * slope; }
+  inline __attribute__((always_inline)) VecBits flags(Vec p) const { return p > Vec{}; }
+  inline __attribute__((always_inline)) Vec backward(VecBits on, Vec g) const { return on ? g : g * slope; }
 };
 struct FusedHardtanh {
   Vec low, high;
@@ -78,16 +117,14 @@ struct FusedHardtanh {
     const Vec q = p < low ? low : p;
     return q > high ? high : q;
   }
-  inline __attribute__((always_inline)) Vec backward(Vec p, Vec g) const {
-    const Vec q = p <= low ? Vec{} : g;
-    return p >= high ? Vec{} : q;
-  }
+  inline __attribute__((always_inline)) VecBits flags(Vec p) const { return ~(p <= low) & ~(p >= high); }
+  inline __attribute__((always_inline)) Vec backward(VecBits on, Vec g) const { return on ? g : Vec{}; }
 };
 
-// Calls f with the fused activation and returns true, where there is one and nothing but x and the gradient is read.
+// Calls f with the fused activation and returns true, where there is one.
 template <class F>
 inline bool with_fused(const NormArgs& a, F f) {
-  if (a.other || a.mask || a.grad_other || !a.x) return false;
+  if (!a.x) return false;
   switch (a.act.kind) {
     case ActKind::identity:
       f(FusedIdentity(a.act));
@@ -108,76 +145,110 @@ inline bool with_fused(const NormArgs& a, F f) {
 
 inline const float* floats(const void* p) { return static_cast<const float*>(p); }
 
-// --- Planar: a row has one mean, scale, ...
-// -------------------------------------------------------------------------------------
-
-// f(offset of a row, channel)
-template <class F>
-inline void planar_rows(const NormArgs& a, NormRange r, F f) {
-  for (int64_t o = r.o0; o < r.o1; ++o)
-    for (int64_t c = r.c0; c < r.c1; ++c) f((o * a.channels + c) * a.inner, c);
-}
+// --- Planar: a row has one mean, scale, ... ---
 
 template <class T, class Fused>
 void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
-  planar_rows(a, r, [&](int64_t offset, int64_t c) {
-    const T* x = static_cast<const T*>(a.x) + offset;
-    T* out = static_cast<T*>(a.out) + offset;
-    const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
-    int64_t i = 0;
-    for (; i + kLanes <= a.inner; i += kLanes) store_vec(act.forward((load_vec(x + i) - m) * s + b), out + i);
-    if (i == a.inner) return;
-    if (a.inner >= kLanes)  // the last vector overlaps the one before
-      store_vec(act.forward((load_vec(x + a.inner - kLanes) - m) * s + b), out + a.inner - kLanes);
-    else
-      store_part(act.forward((load_part(x, a.inner, 0) - m) * s + b), out, a.inner);
-  });
+  const int64_t n = a.inner, mask_stride = (n + 7) / 8;
+  for (int64_t o = r.o0; o < r.o1; ++o)
+    for (int64_t c = r.c0; c < r.c1; ++c) {
+      const int64_t row = o * a.channels + c;
+      const T *x = static_cast<const T*>(a.x) + row * n,
+              *z = a.other ? static_cast<const T*>(a.other) + row * n : nullptr;
+      T* out = static_cast<T*>(a.out) + row * n;
+      uint8_t* mask = a.mask ? a.mask + row * mask_stride : nullptr;
+      const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        Vec p = (load_vec(x + i) - m) * s + b;
+        if (z) p += load_vec(z + i);
+        if (mask) {
+          const uint32_t bits = pack_lanes(act.flags(p));
+          std::memcpy(mask + i / 8, &bits, 2);
+        }
+        store_vec(act.forward(p), out + i);
+      }
+      if (i == n) continue;
+      // The last vector overlaps the one before, if the row is long enough.
+      const bool part = n < kLanes;
+      const int64_t from = part ? 0 : n - kLanes;
+      Vec p = ((part ? load_part(x, n, 0) : load_vec(x + from)) - m) * s + b;
+      if (z) p += part ? load_part(z, n, 0) : load_vec(z + from);
+      if (mask) {
+        const uint32_t kept = (1u << (n - i)) - 1, bits = (pack_lanes(act.flags(p)) >> (i - from)) & kept;
+        std::memcpy(mask + i / 8, &bits, (n - i + 7) / 8);
+      }
+      if (part)
+        store_part(act.forward(p), out, n);
+      else
+        store_vec(act.forward(p), out + from);
+    }
+}
+
+// The gradient before the activation where x - mean is d: by the mask, or by recomputing.
+template <class Fused>
+inline __attribute__((always_inline)) Vec fused_grad_pre(const Fused& act, const uint8_t* mask, int64_t at, int64_t n,
+                                                         Vec d, Vec s, Vec b, Vec g) {
+  return act.backward(mask ? unpack_lanes(read_bits(mask, at, n)) : act.flags(d * s + b), g);
 }
 
 template <class T, class Fused>
 void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
   // Float sums of each channel, in lanes; they go to double before they are long.
-  const int64_t channels = r.c1 - r.c0, row_vectors = (a.inner + kLanes - 1) / kLanes;
+  const int64_t channels = r.c1 - r.c0, n = a.inner, row_vectors = (n + kLanes - 1) / kLanes, mask_stride = (n + 7) / 8;
   Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes);
   int64_t summed = 0;
   const auto flush = [&](int64_t c) {
-    for (int64_t i = c * kLanes; i < (c + 1) * kLanes; ++i)
-      sum[c] += s_run[i], dot[c] += q_run[i], s_run[i] = q_run[i] = 0;
+    for (int64_t i = c * kLanes; i < (c + 1) * kLanes; ++i) {
+      sum[c] += s_run[i], dot[c] += q_run[i];
+      s_run[i] = q_run[i] = 0;
+    }
   };
   for (int64_t o = r.o0; o < r.o1; ++o) {
     for (int64_t c = 0; c < channels; ++c) {
-      const int64_t offset = (o * a.channels + r.c0 + c) * a.inner;
-      const T *x = static_cast<const T*>(a.x) + offset, *g = static_cast<const T*>(a.grad) + offset;
+      const int64_t row = o * a.channels + r.c0 + c;
+      const T *x = static_cast<const T*>(a.x) + row * n, *g = static_cast<const T*>(a.grad) + row * n;
+      T* z = a.grad_other ? static_cast<T*>(a.grad_other) + row * n : nullptr;
+      const uint8_t* mask = a.from_mask ? a.mask + row * mask_stride : nullptr;
       const float mean = floats(a.mean)[r.c0 + c];
       const Vec m = all(mean), s = all(floats(a.scale)[r.c0 + c]), b = all(floats(a.bias)[r.c0 + c]);
       Vec s0 = load_vec(s_run.data + c * kLanes), q0 = load_vec(q_run.data + c * kLanes);
-      for (int64_t i = 0; i < a.inner;) {
-        const int64_t stop = i + kRowsPerFlush * kLanes < a.inner ? i + kRowsPerFlush * kLanes : a.inner;
+      for (int64_t i = 0; i < n;) {
+        const int64_t stop = i + kRowsPerFlush * kLanes < n ? i + kRowsPerFlush * kLanes : n;
         Vec s1 = {}, q1 = {};
         for (; i + 2 * kLanes <= stop; i += 2 * kLanes) {
           const Vec d0 = load_vec(x + i) - m, d1 = load_vec(x + i + kLanes) - m;
-          const Vec g0 = act.backward(d0 * s + b, load_vec(g + i)),
-                    g1 = act.backward(d1 * s + b, load_vec(g + i + kLanes));
+          const Vec g0 = fused_grad_pre(act, mask, i, n, d0, s, b, load_vec(g + i));
+          const Vec g1 = fused_grad_pre(act, mask, i + kLanes, n, d1, s, b, load_vec(g + i + kLanes));
+          if (z) {
+            store_vec(g0, z + i);
+            store_vec(g1, z + i + kLanes);
+          }
           s0 += g0, s1 += g1;
           q0 += g0 * d0, q1 += g1 * d1;
         }
         for (; i < stop; i += kLanes) {
-          const bool last = i + kLanes > a.inner, part = a.inner < kLanes;
-          const int64_t from = last ? a.inner - kLanes : i;
-          const Vec d = (part ? load_part(x, a.inner, mean) : load_vec(x + from)) - m;
-          Vec gp = act.backward(d * s + b, part ? load_part(g, a.inner, 0) : load_vec(g + from));
-          if (last && !part) drop_first<float>(gp, overlap<float>(i, a.inner));
+          const bool last = i + kLanes > n, part = n < kLanes;
+          const int64_t from = part ? 0 : last ? n - kLanes : i;
+          const Vec d = (part ? load_part(x, n, mean) : load_vec(x + from)) - m;
+          Vec gp = fused_grad_pre(act, mask, from, n, d, s, b, part ? load_part(g, n, 0) : load_vec(g + from));
+          if (z && part) store_part(gp, z, n);
+          if (z && !part) store_vec(gp, z + from);
+          if (last && !part) drop_first<float>(gp, overlap<float>(i, n));
           s0 += gp;
           q0 += gp * d;
         }
         i = stop;
-        store_vec(s0 + s1, s_run.data + c * kLanes);
-        store_vec(q0 + q1, q_run.data + c * kLanes);
-        if (stop < a.inner) {
+        s0 += s1, q0 += q1;
+        if (stop < n) {
+          store_vec(s0, s_run.data + c * kLanes);
+          store_vec(q0, q_run.data + c * kLanes);
           flush(c);
           s0 = q0 = Vec{};
         }
       }
+      store_vec(s0, s_run.data + c * kLanes);
+      store_vec(q0, q_run.data + c * kLanes);
     }
     summed += row_vectors;
     if (summed >= kRowsPerFlush || o + 1 == r.o1) {
@@ -189,29 +260,32 @@ void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double
 
 template <class T, bool through_stats, class Fused>
 void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
-  planar_rows(a, r, [&](int64_t offset, int64_t c) {
-    const T *x = static_cast<const T*>(a.x) + offset, *g = static_cast<const T*>(a.grad) + offset;
-    T* out = static_cast<T*>(a.out) + offset;
-    const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]),
-              slope = all(floats(a.slope)[c]);
-    const Vec tilt = all(through_stats ? floats(a.tilt)[c] : 0), level = all(through_stats ? floats(a.level)[c] : 0);
-    const auto one = [&](Vec v, Vec gv) __attribute__((always_inline)) {
-      const Vec d = v - m, gp = act.backward(d * s + b, gv) * slope;
-      return through_stats ? gp - (d * tilt + level) : gp;
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= a.inner; i += kLanes) store_vec(one(load_vec(x + i), load_vec(g + i)), out + i);
-    if (i == a.inner) return;
-    const int64_t last = a.inner - kLanes;
-    if (last >= 0)
-      store_vec(one(load_vec(x + last), load_vec(g + last)), out + last);
-    else
-      store_part(one(load_part(x, a.inner, 0), load_part(g, a.inner, 0)), out, a.inner);
-  });
+  const int64_t n = a.inner, mask_stride = (n + 7) / 8;
+  for (int64_t o = r.o0; o < r.o1; ++o)
+    for (int64_t c = r.c0; c < r.c1; ++c) {
+      const int64_t row = o * a.channels + c;
+      const T *x = static_cast<const T*>(a.x) + row * n, *g = static_cast<const T*>(a.grad) + row * n;
+      T* out = static_cast<T*>(a.out) + row * n;
+      const uint8_t* mask = a.from_mask ? a.mask + row * mask_stride : nullptr;
+      const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]),
+                slope = all(floats(a.slope)[c]);
+      const Vec tilt = all(through_stats ? floats(a.tilt)[c] : 0), level = all(through_stats ? floats(a.level)[c] : 0);
+      const auto one = [&](int64_t at, Vec v, Vec gv) __attribute__((always_inline)) {
+        const Vec d = v - m, gp = fused_grad_pre(act, mask, at, n, d, s, b, gv) * slope;
+        return through_stats ? gp - (d * tilt + level) : gp;
+      };
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) store_vec(one(i, load_vec(x + i), load_vec(g + i)), out + i);
+      if (i == n) continue;
+      const int64_t last = n - kLanes;
+      if (last >= 0)
+        store_vec(one(last, load_vec(x + last), load_vec(g + last)), out + last);
+      else
+        store_part(one(0, load_part(x, n, 0), load_part(g, n, 0)), out, n);
+    }
 }
 
-// --- Rows: each lane of a period has its own
-// ------------------------------------------------------------------------------------
+// --- Rows: each lane of a period has its own ---
 
 constexpr int64_t kDeep = 4;  // periods that share one load of the coefficients
 
@@ -227,13 +301,19 @@ inline int64_t period_groups(const NormArgs& a, NormRange r, F f) {
 template <class T, class Fused>
 int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
-    const T* x = static_cast<const T*>(a.x) + first;
+    const T *x = static_cast<const T*>(a.x) + first, *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
     T* out = static_cast<T*>(a.out) + first;
+    uint8_t* mask = a.mask ? a.mask + first / 8 : nullptr;
     for (int64_t t = 0; t < a.period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
-      for (int64_t p = 0; p < periods; ++p) {
-        const int64_t i = p * a.period + t;
-        store_vec(act.forward((load_vec(x + i) - m) * s + b), out + i);
+      for (int64_t i = t; i < periods * a.period; i += a.period) {
+        Vec p = (load_vec(x + i) - m) * s + b;
+        if (z) p += load_vec(z + i);
+        if (mask) {
+          const uint32_t bits = pack_lanes(act.flags(p));
+          std::memcpy(mask + i / 8, &bits, 2);
+        }
+        store_vec(act.forward(p), out + i);
       }
     }
   });
@@ -245,17 +325,23 @@ int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, doubl
   Scratch<float> s_run(a.period), q_run(a.period);
   int64_t summed = 0;
   const auto flush = [&] {
-    for (int64_t i = 0; i < a.period; ++i) sums[i] += s_run[i], dots_[i] += q_run[i], s_run[i] = q_run[i] = 0;
+    for (int64_t i = 0; i < a.period; ++i) {
+      sums[i] += s_run[i], dots_[i] += q_run[i];
+      s_run[i] = q_run[i] = 0;
+    }
     summed = 0;
   };
   const int64_t rest = period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
+    T* z = a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
+    const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
+    const int64_t n = periods * a.period;
     for (int64_t t = 0; t < a.period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
-      for (int64_t p = 0; p < periods; ++p) {
-        const int64_t i = p * a.period + t;
-        const Vec d = load_vec(x + i) - m, gp = act.backward(d * s + b, load_vec(g + i));
+      for (int64_t i = t; i < n; i += a.period) {
+        const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i));
+        if (z) store_vec(gp, z + i);
         sum += gp;
         dot += gp * d;
       }
@@ -273,14 +359,15 @@ int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
     T* out = static_cast<T*>(a.out) + first;
+    const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
+    const int64_t n = periods * a.period;
     for (int64_t t = 0; t < a.period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       const Vec slope = load_vec(floats(a.slope) + t);
       Vec tilt = {}, level = {};
       if (through_stats) tilt = load_vec(floats(a.tilt) + t), level = load_vec(floats(a.level) + t);
-      for (int64_t p = 0; p < periods; ++p) {
-        const int64_t i = p * a.period + t;
-        const Vec d = load_vec(x + i) - m, gp = act.backward(d * s + b, load_vec(g + i)) * slope;
+      for (int64_t i = t; i < n; i += a.period) {
+        const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
         store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
       }
     }
