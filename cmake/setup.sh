@@ -66,7 +66,10 @@ if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
   if [ -n "$site" ]; then # that torch, whatever its version is
     requirements=build/requirements.txt
     grep -v '^torch==' python/requirements.txt >$requirements
-    echo "torch==$(.venv/bin/python -c 'import torch; print(torch.__version__)')" >>$requirements
+    # As pip knows it: torch's own __version__ may have a suffix such as +cu130 that its package does not.
+    version=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) ||
+      die "pip does not know the torch in '$site' as an installed package."
+    echo "torch==$version" >>$requirements
   fi
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r $requirements ||
     die "pip could not install $requirements into .venv."

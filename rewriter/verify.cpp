@@ -506,8 +506,9 @@ class Verifier {
       };
       add(one(a, in(inputs, wide)));
       {
-        // TorchScript's own differentiation, from the second call on, has constants in float32 (hardsigmoid: 3e-8). Not
-        // where the first call may draw other random numbers: that spread would excuse anything.
+        // TorchScript differentiates by itself from the second call on, with other constants than the kernels have (a
+        // sixth in float32 in that of hardsigmoid: 3e-8). Not where the first call may draw other random numbers: that
+        // would excuse anything.
         auto first = copy(a_, mode, wide);
         auto out = run(first, in(inputs, wide), seed);
         if (out.error.empty() && (wide ? errors(out, ref).worst() < 1e-6 : !draws(out, seed))) add(out);
