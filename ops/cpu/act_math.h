@@ -18,7 +18,6 @@
 namespace tsmem::TSMEM_ISA {
 
 // --- Elementary functions
-// -------------------------------------------------------------------------------------------------------
 
 TSMEM_INLINE float bits_to_float(uint32_t u) {
   float f;
@@ -114,7 +113,6 @@ TSMEM_INLINE double gauss_of(double x) { return ::exp(-0.5 * x * x); }
 TSMEM_INLINE double phi_of(double x, double) { return 0.5 * ::erfc(-x * 0.70710678118654752440); }
 
 // --- Activations
-// ----------------------------------------------------------------------------------------------------------------
 
 // Derivative of a one_bit activation: `on` where its bit is set, else `off`.
 struct Slopes {
@@ -317,7 +315,6 @@ static inline void act_flags(const A* __restrict x, uint8_t* __restrict flags, i
 }
 
 // --- Bits
-// -----------------------------------------------------------------------------------------------------------------------
 
 // Bit i of the packed bytes is flags[i]; flags has room for 7 more elements, which are set to 0.
 static inline void pack_bits(uint8_t* __restrict flags, uint8_t* __restrict bits, int64_t n) {

@@ -346,7 +346,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const 
 }
 
 // --- With max pooling
-// -----------------------------------------------------------------------------------------------------------
 
 int position_bytes(at::IntArrayRef kernel) {
   const int64_t window = kernel[0] * kernel[1];
@@ -492,7 +491,6 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tenso
 }
 
 // --- The gradient of a scale
-// ----------------------------------------------------------------------------------------------------
 
 // Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with
 // last_dim, along the last dimension ([C]).

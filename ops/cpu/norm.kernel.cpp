@@ -11,7 +11,6 @@ template <class T>
 constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
 
 // --- Statistics
-// -----------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
@@ -142,7 +141,6 @@ void exact_stats(const NormArgs& a, int64_t channel, double* mean, double* m2) {
 }
 
 // --- Forward
-// --------------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void apply(const NormArgs& a, NormRange r) {
@@ -179,7 +177,6 @@ void apply(const NormArgs& a, NormRange r) {
 }
 
 // --- Backward
-// -------------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {

@@ -23,9 +23,14 @@ inline __attribute__((always_inline)) Vec load_vec(const float* x) {
   return v;
 }
 inline __attribute__((always_inline)) Vec load_vec(const bf16* x) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return reinterpret_cast<Vec>(reinterpret_cast<VecBits>(_mm512_maskz_cvtepu16_epi32(0xFFFF, h)) << 16);
+#else
   VecHalf h;
   std::memcpy(&h, x, sizeof(h));
   return reinterpret_cast<Vec>(__builtin_convertvector(h, VecBits) << 16);
+#endif
 }
 inline __attribute__((always_inline)) void store_vec(Vec v, float* out) { std::memcpy(out, &v, sizeof(v)); }
 inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
@@ -33,8 +38,14 @@ inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
   const Unsigned u = reinterpret_cast<Unsigned>(v), rounded = (u + (0x7FFFu + ((u >> 16) & 1u))) >> 16;
   const Unsigned nan = {0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u,
                         0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u};
-  const VecHalf h = __builtin_convertvector(v != v ? nan : rounded, VecHalf);
+  const Unsigned bits = v != v ? nan : rounded;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm512_maskz_cvtepi32_epi16(0xFFFF, reinterpret_cast<__m512i>(bits)));
+#else
+  const VecHalf h = __builtin_convertvector(bits, VecHalf);
   std::memcpy(out, &h, sizeof(h));
+#endif
 }
 // n < kLanes elements; the rest is `fill`.
 template <class T>
@@ -303,10 +314,11 @@ int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
     T* out = static_cast<T*>(a.out) + first;
+    const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
     uint8_t* mask = a.mask ? a.mask + first / 8 : nullptr;
-    for (int64_t t = 0; t < a.period; t += kLanes) {
+    for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
-      for (int64_t i = t; i < periods * a.period; i += a.period) {
+      for (int64_t i = t; i < n; i += period) {
         Vec p = (load_vec(x + i) - m) * s + b;
         if (z) p += load_vec(z + i);
         if (mask) {
@@ -334,12 +346,12 @@ int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, doubl
   const int64_t rest = period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
     T* z = a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
+    const int64_t period = a.period, n = periods * period;
     const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
-    const int64_t n = periods * a.period;
-    for (int64_t t = 0; t < a.period; t += kLanes) {
+    for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
-      for (int64_t i = t; i < n; i += a.period) {
+      for (int64_t i = t; i < n; i += period) {
         const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i));
         if (z) store_vec(gp, z + i);
         sum += gp;
@@ -359,14 +371,14 @@ int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
     T* out = static_cast<T*>(a.out) + first;
+    const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
     const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
-    const int64_t n = periods * a.period;
-    for (int64_t t = 0; t < a.period; t += kLanes) {
+    for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       const Vec slope = load_vec(floats(a.slope) + t);
       Vec tilt = {}, level = {};
       if (through_stats) tilt = load_vec(floats(a.tilt) + t), level = load_vec(floats(a.level) + t);
-      for (int64_t i = t; i < n; i += a.period) {
+      for (int64_t i = t; i < n; i += period) {
         const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
         store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
       }
