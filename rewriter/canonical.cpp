@@ -57,11 +57,11 @@ void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
       op.act = approximate->toStringRef() == "tanh" ? "gelu_tanh" : "gelu";
     return;
   }
-  if (base == "celu") {  // at::celu: elu(x, alpha, 1, 1 / alpha)
+  if (base == "celu") {  // at::celu: elu(x, alpha, 1, 1 / alpha), where it rounds alpha to float32
     op.act = "elu";
     auto alpha = number(n->input(1));
     if (alpha && *alpha != 0)
-      op.act_args = {*alpha, 1, 1 / *alpha};
+      op.act_args = {*alpha, 1, 1 / static_cast<double>(static_cast<float>(*alpha))};
     else
       op.trouble = "alpha of celu is not a constant";
     return;

@@ -202,6 +202,8 @@ class Printer {
 
   void attributes(const Node* n) {
     auto names = n->attributeNames();
+    // A number that LibTorch gives to each warning as it loads it.
+    std::erase_if(names, [](Symbol name) { return name == attr::warn_id; });
     if (names.empty()) return;
     add("[");
     for (size_t i = 0; i < names.size(); ++i) {
