@@ -119,7 +119,8 @@ void* zero_pages(size_t bytes) {
 
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
   // A dispatch mode (FakeTensor) wants to see its tensors made.
-  if (!options.device().is_cpu() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return at::empty_strided(sizes, strides, options);
+  if (!options.device().is_cpu() || c10::impl::TorchDispatchModeTLS::any_modes_set())
+    return at::empty_strided(sizes, strides, options);
   return at::from_blob(zero_pages(at::detail::computeStorageNbytes(sizes, strides, options.dtype().itemsize())), sizes,
                        strides, options);
 }
