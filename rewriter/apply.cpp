@@ -154,12 +154,22 @@ void put(Graph& g, const View& copy, const Found& f) {
 
 }  // namespace
 
+// Whether a call's result is one of its own arguments, as nn.Identity's is.
+static bool returns_argument(const Node* call) {
+  const auto graph = callee(call);
+  return graph && graph->outputs().size() == 1 &&
+         (graph->outputs()[0]->node()->kind() == prim::Param ||
+          (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
+}
+
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches) {
   std::unordered_set<const Scope*> wanted;
   for (const Found* f : matches) add_scopes(*f, wanted);
-  // A constant branch inside an inlined call is folded too: there the condition is known, and the caller reads better.
+  // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is seen through:
+  // the view did so, and a match may have reached a value by it.
   View copy = copy_graph(source, scopes, [&](const Scope* s) {
-    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && wanted.count(s->parent) > 0);
+    const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
+    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) || (s->branch < 0 && in_ours && returns_argument(s->node));
   });
   for (const Found* f : matches) put(*copy.graph, copy, *f);
   copy.graph->lint();
