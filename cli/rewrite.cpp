@@ -22,7 +22,7 @@ namespace {
 using nlohmann::json;
 
 struct Options {
-  std::string model, output, level = "ops", budget, inputs_file, amp, device = "cpu", batch_sizes, fit, json_file;
+  std::string model, output, level = "regions", budget, inputs_file, amp, device = "cpu", batch_sizes, fit, json_file;
   std::vector<std::string> inputs, checkpoint;
   int optimizer_states = 0;
   RewriteOptions rewrite;
@@ -36,12 +36,12 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
     for (auto name : {"--budget", "--checkpoint"})
       if (given(name)) throw Error(kUsage, std::string("--level ops and ") + name + " exclude each other.");
   std::string what;
-  if (o.level != "ops") what = "--level " + o.level;
+  if (o.level == "plan") what = "--level plan";
   for (auto name : {"--budget", "--checkpoint", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
     if (what.empty() && given(name)) what = name;
   if (!what.empty())
     throw Error(kUsage, "This version of tsmem does not have " + what +
-                            "; leave it out, and operators are rewritten (--level ops).");
+                            "; leave it out, and the model is rewritten at --level regions.");
 }
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
@@ -79,6 +79,13 @@ json matches_json(const RewriteReport& report) {
   return matches;
 }
 
+json regions_json(const RewriteReport& report) {
+  json regions = json::array();
+  for (auto& r : report.regions)
+    regions.push_back({{"module", r.module}, {"method", r.method}, {"kept", r.kept}, {"recomputed", r.recomputed}});
+  return regions;
+}
+
 json report_json(const Options& o, const RewriteReport& report) {
   json refused = json::array();
   for (auto& r : report.refused)
@@ -89,7 +96,7 @@ json report_json(const Options& o, const RewriteReport& report) {
           {"output", o.dry_run ? json() : json(o.output)},
           {"matches", matches_json(report)},
           {"refused", refused},
-          {"regions", json::array()},
+          {"regions", regions_json(report)},
           {"predicted", nullptr}};
 }
 
@@ -172,7 +179,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
-int rewrite_file(const Options& o, const Common& common, const CLI::App& app) {
+int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   refuse_missing_levels(o, app);
   refuse_conflicts(o, app);
   check_files(o);
@@ -194,6 +201,7 @@ int rewrite_file(const Options& o, const Common& common, const CLI::App& app) {
       throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
     file.extra_files.erase("tsmem.json");
   } else {
+    o.rewrite.level = o.level == "ops" ? Level::ops : Level::regions;
     restore(file.module);  // a rewrite starts from the originals, a dry run too
     report = rewrite(file.module, o.rewrite, o.dry_run);
     json about = {{"tool", "tsmem"},
@@ -241,7 +249,8 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   };
   app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
-  app.add_option("--level", o->level, "ops (default): operator by operator. regions, plan: not in this version")
+  app.add_option("--level", o->level, "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
+                 "convolution is. plan: not in this version")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")

@@ -1,11 +1,12 @@
 // Activations that keep one bit an element, or one tensor.
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
-// in the order of memory, tells which. The others keep what their stock op keeps: the input, or the output (sigmoid,
-// tanh).
+// in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as stock's,
+// the output.
 #include "act.h"
 
 #include "common.h"
+#include "recompute.h"
 #include "cpu/mask.h"
 #include "cpu_dtype.h"
 
@@ -137,16 +138,76 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
   }
 };
 
-Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args) {
+Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
+  switch (act.kind) {
+    case ActKind::silu:
+      return at::silu_backward(grad, x);
+    case ActKind::hardswish:
+      return at::hardswish_backward(grad, x);
+    case ActKind::gelu:
+      return at::gelu_backward(grad, x, "none");
+    case ActKind::gelu_tanh:
+      return at::gelu_backward(grad, x, "tanh");
+    case ActKind::elu:
+      return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
+    case ActKind::softplus:
+      return at::softplus_backward(grad, x, act.a, act.b);
+    case ActKind::mish:
+      return at::mish_backward(grad, x);
+    default:
+      TORCH_INTERNAL_ASSERT(false);
+  }
+}
+
+bool smooth(ActKind kind) {
+  return !one_bit(kind) && kind != ActKind::identity && kind != ActKind::sigmoid && kind != ActKind::tanh;
+}
+
+// Stock's own derivative, from an input that may be made again.
+struct SmoothAct : torch::autograd::Function<SmoothAct> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
+    ctx->set_materialize_grads(false);
+    Keeper keeper;
+    keeper.add(x);
+    keeper.save(ctx);
+    ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
+    ctx->saved_data["args"] = std::vector<double>{act.a, act.b, act.c};
+    return stock_act(x, act);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(2);
+    const Kept kept(ctx);
+    const auto args = ctx->saved_data["args"].toDoubleVector();
+    const Act act{static_cast<ActKind>(ctx->saved_data["kind"].toInt()), args[0], args[1], args[2]};
+    std::vector<Tensor> g{smooth_backward(grads[0], kept[0], act)};
+    if (kept.any_made()) {
+      std::vector<Tensor> sources = kept.leaves();
+      sources.push_back(grads[0]);
+      g = refuse_double_backward(std::move(g), "act", sources);
+    }
+    return {g[0], Tensor()};
+  }
+};
+
+Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, bool recompute) {
   const Act act = parse_act(name, args);
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
-  if (one_bit(act.kind) && needs_grad(self) && self.numel() > 0 && plain(self) && has_kernel(forward_op(), self))
-    return MaskedAct::apply(self, act);
-  return stock_act(self, act);
+  if (!needs_grad(self) || self.numel() == 0 || !plain(self)) return stock_act(self, act);
+  Tensor out;
+  if (one_bit(act.kind) && has_kernel(forward_op(), self))
+    out = MaskedAct::apply(self, act);
+  else if (recompute && smooth(act.kind) && !autocast_casts(self, act))
+    out = SmoothAct::apply(self, act);
+  else
+    return stock_act(self, act);
+  if (recompute)
+    offer(out, {self},
+          [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); });
+  return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("act(Tensor self, str act, float[] act_args) -> Tensor", TORCH_FN(act));
+  m.def("act(Tensor self, str act, float[] act_args, bool recompute=False) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
 }

@@ -5,10 +5,10 @@
 //   training, + other   the same and the activation's bits, or `other` where the activation has no bits
 //   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth;
 //   else bits
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "norm_ops.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -18,11 +18,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
-  // Returns the output, and with `stats` the mean and the inverse deviation.
+  // Returns the output, and with `stats` the mean and the inverse deviation; `used` gets these always.
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight,
                                const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
                                const OptTensor& other, bool training, double momentum, double eps, const Act& act,
-                               bool stats, const std::string& name) {
+                               bool stats, const std::string& name, std::array<Tensor, 2>* used) {
     ctx->set_materialize_grads(false);
     const bool want_x = input.requires_grad(), want_w = wants_grad(weight), want_b = wants_grad(bias),
                want_z = wants_grad(other);
@@ -36,9 +36,16 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     auto [out, mean, invstd, mask] =
         norm_forward(input, {weight, bias, running_mean, running_var, training, momentum, eps}, other, act, keep_mask);
     // Copies of the statistics that eval used: the buffers may change before backward. They are ours already.
-    ctx->save_for_backward({keep_x ? input : Tensor(), recompute || want_x ? value_or_undefined(weight) : Tensor(),
-                            recompute ? value_or_undefined(bias) : Tensor(), mean, invstd,
-                            recompute ? value_or_undefined(other) : Tensor(), keep_mask ? mask : Tensor()});
+    Keeper keeper;
+    keeper.add(keep_x ? input : Tensor());
+    keeper.add(recompute || want_x ? value_or_undefined(weight) : Tensor());
+    keeper.add(recompute ? value_or_undefined(bias) : Tensor());
+    keeper.add(mean, /*always_itself=*/true);
+    keeper.add(invstd, /*always_itself=*/true);
+    keeper.add(recompute ? value_or_undefined(other) : Tensor());
+    keeper.add(keep_mask ? mask : Tensor(), /*always_itself=*/true);
+    keeper.save(ctx);
+    *used = {mean, invstd};
     Edges edges;
     std::vector<int64_t> state{edges.of(input), edges.of(weight), edges.of(bias)};
     edges.of(running_mean), edges.of(running_var);
@@ -55,7 +62,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(12);
+    variable_list result(13);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto state = ctx->saved_data["state"].toIntVector();
@@ -63,20 +70,20 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const Act act{static_cast<ActKind>(state[10]), arguments[0], arguments[1], arguments[2]};
     std::array<bool, 4> want;
     for (int i = 0; i < 4; ++i) want[i] = state[4 + i] && state[i] >= 0 && ctx->needs_input_grad(state[i]);
-    const auto saved = ctx->get_saved_variables();
+    const Kept kept(ctx);
     const bool identity = act.kind == ActKind::identity;
     std::array<bool, 4> compute = want;
     if (identity) compute[3] = false;  // the gradient of `other` is the output's
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3])
-      g = norm_backward({grad, optional(saved[0]), optional(saved[1]), optional(saved[2]), saved[3], saved[4],
-                         optional(saved[5]), optional(saved[6]), state[8] != 0, state[9] != 0},
+      g = norm_backward({grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4],
+                         optional(kept[5]), optional(kept[6]), state[8] != 0, state[9] != 0},
                         act, compute);
     if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
     if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
     std::vector<Tensor> computed(g.begin(), g.end());
     variable_list sources{grad};
-    sources.insert(sources.end(), saved.begin(), saved.end());
+    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
     computed = refuse_double_backward(std::move(computed), ctx->saved_data["name"].toStringRef().c_str(), sources);
     result[0] = computed[0], result[1] = computed[1], result[2] = computed[2];
     result[5] = identity && want[3] ? grad : computed[3];
@@ -85,10 +92,18 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
 };
 
 std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                       const Act& act, bool stats, const char* name) {
+                                       const Act& act, bool stats, const char* name, bool recompute) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
+    std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
-                                   bn.momentum, bn.eps, act, stats, std::string(name));
+                                   bn.momentum, bn.eps, act, stats, std::string(name), &used);
+    if (recompute)
+      offer(out[0], {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
+                     value_or_undefined(other)},
+            [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+              return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
+                                spare[5] ? optional(from[5]) : OptTensor());
+            });
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
@@ -97,21 +112,22 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
 
 Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                       const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                      double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args) {
+                      double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
+                      bool recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
-  return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act"));
+  return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act", recompute));
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight,
                                                         const OptTensor& bias, const OptTensor& running_mean,
                                                         const OptTensor& running_var, bool training, double momentum,
                                                         double eps, bool cudnn_enabled, c10::string_view name,
-                                                        at::ArrayRef<double> args) {
+                                                        at::ArrayRef<double> args, bool recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats");
+  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats", recompute);
   const Tensor out = stock_act(stock_norm(input, bn, cudnn_enabled), act);
   at::NoGradGuard no_grad;
   const auto acc = acc_type(input.scalar_type());
@@ -126,11 +142,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
 Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                           double eps, bool cudnn_enabled, const Tensor& other, c10::string_view name,
-                          at::ArrayRef<double> args) {
+                          at::ArrayRef<double> args, bool recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, other, act)) return stock_act(stock_norm(input, bn, cudnn_enabled) + other, act);
-  return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act"));
+  return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act", recompute));
 }
 
 #define TSMEM_BN                                                                                                   \
@@ -138,10 +154,10 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
   "float momentum, float eps, bool cudnn_enabled"
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args) -> Tensor", TORCH_FN(batch_norm_act));
-  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args) -> (Tensor, Tensor, Tensor)",
+  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, bool recompute=False) -> Tensor", TORCH_FN(batch_norm_act));
+  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, bool recompute=False) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
-  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args) -> Tensor",
+  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args, bool recompute=False) -> Tensor",
         TORCH_FN(batch_norm_add_act));
 }
 

@@ -3,10 +3,10 @@
 // Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to
 // windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
 // backward returns.
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "norm_ops.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -39,12 +39,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, cons
                  pool.dilation, pool.out_size, keep_positions);
 }
 
+Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                 const Tensor& invstd, const Act& act, const Pool& pool) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_apply", "")
+                             .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
+                                           const Tensor&, int64_t, double, double, double, IntArrayRef, IntArrayRef,
+                                           IntArrayRef, IntArrayRef, IntArrayRef)>();
+  return op.call(input, weight, bias, mean, invstd, static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel,
+                 pool.stride, pool.padding, pool.dilation, pool.out_size);
+}
+
 struct NormPool : torch::autograd::Function<NormPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                        const BatchNormArgs& bn, const Act& act, const Pool& pool) {
+                        const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 2>* used) {
     ctx->set_materialize_grads(false);
     auto [out, mean, invstd, positions] = forward_raw(input, bn, act, pool, true);
-    ctx->save_for_backward({input, value_or_undefined(weight), value_or_undefined(bias), mean, invstd, positions});
+    Keeper keeper;
+    for (const Tensor& t : {input, value_or_undefined(weight), value_or_undefined(bias)}) keeper.add(t);
+    for (const Tensor& t : {mean, invstd, positions}) keeper.add(t, /*always_itself=*/true);
+    keeper.save(ctx);
+    *used = {mean, invstd};
     Edges edges;
     ctx->saved_data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     ctx->saved_data["wants"] = std::vector<int64_t>{input.requires_grad(), wants_grad(weight), wants_grad(bias)};
@@ -60,7 +75,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(6);
+    variable_list result(7);
     if (!grads[0].defined()) return result;
     auto& data = ctx->saved_data;
     const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(),
@@ -69,7 +84,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
     std::array<bool, 3> want;
     for (int i = 0; i < 3; ++i) want[i] = wants[i] && edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
     if (!want[0] && !want[1] && !want[2]) return result;
-    const auto saved = ctx->get_saved_variables();
+    const Kept kept(ctx);
     std::vector<Tensor> g;
     {
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -80,7 +95,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
                                      const Tensor&, const Tensor&, bool, bool, int64_t, double, double, double,
                                      IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, std::array<bool, 3>)>();
       auto [x, w, b] =
-          op.call(grads[0], saved[0], optional(saved[1]), optional(saved[2]), saved[3], saved[4], saved[5],
+          op.call(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5],
                   state[0] != 0, state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
                   data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
       if (w.defined()) w = w.to(static_cast<at::ScalarType>(state[3]));
@@ -88,7 +103,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
       g = {x, w, b};
     }
     variable_list sources{grads[0]};
-    sources.insert(sources.end(), saved.begin(), saved.end());
+    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
     g = refuse_double_backward(std::move(g), "batch_norm_act_max_pool2d", sources);
     std::copy(g.begin(), g.end(), result.begin());
     return result;
@@ -110,7 +125,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
                                  const OptTensor& running_mean, const OptTensor& running_var, bool training,
                                  double momentum, double eps, bool cudnn_enabled, c10::string_view name,
                                  at::ArrayRef<double> args, IntArrayRef kernel_size, IntArrayRef stride,
-                                 IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+                                 IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, bool recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   const auto two = [](IntArrayRef l) { return l.size() == 1 ? std::vector<int64_t>{l[0], l[0]} : l.vec(); };
@@ -126,21 +141,29 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   // With given statistics and a frozen weight even the norm's input need not be kept: bits and positions do.
   if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {
     using Norm = Tensor(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
-                        double, double, bool, c10::string_view, at::ArrayRef<double>);
+                        double, double, bool, c10::string_view, at::ArrayRef<double>, bool);
     using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool);
     static const auto norm = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::batch_norm_act", "").typed<Norm>();
     static const auto max_pool =
         c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::max_pool2d", "").typed<MaxPool>();
-    const Tensor z =
-        norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled, name, args);
+    const Tensor z = norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled,
+                               name, args, /*recompute=*/false);
     return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode);
   }
   if (!usable) {
     const Tensor activated = stock_act(stock_norm(input, bn, cudnn_enabled), act);
     return at::max_pool2d(activated, kernel_size, stride, padding, dilation, ceil_mode);
   }
-  if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias)))
-    return NormPool::apply(input, weight, bias, bn, act, pool);
+  if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias))) {
+    std::array<Tensor, 2> used;
+    const Tensor out = NormPool::apply(input, weight, bias, bn, act, pool, &used);
+    if (recompute)
+      offer(out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1]},
+            [act, pool](std::vector<Tensor>& from, const std::vector<bool>&) {
+              return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], act, pool);
+            });
+    return out;
+  }
   return std::get<0>(forward_raw(input, bn, act, pool, false));
 }
 
@@ -150,7 +173,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "running_var, "
       "bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, int[2] kernel_size, "
       "int[2] stride, "
-      "int[2] padding, int[2] dilation, bool ceil_mode) -> Tensor",
+      "int[2] padding, int[2] dilation, bool ceil_mode, bool recompute=False) -> Tensor",
       TORCH_FN(batch_norm_act_max_pool2d));
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/FuncTorchTLS.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -78,6 +79,51 @@ at::Tensor stock_act(const at::Tensor& x, const Act& act) {
       return at::mish(x);
   }
   TORCH_INTERNAL_ASSERT(false);
+}
+
+namespace {
+const char* stock_name(ActKind kind) {
+  switch (kind) {
+    case ActKind::identity:
+      return nullptr;
+    case ActKind::relu:
+      return "aten::relu";
+    case ActKind::hardtanh:
+      return "aten::hardtanh";
+    case ActKind::threshold:
+      return "aten::threshold";
+    case ActKind::leaky_relu:
+      return "aten::leaky_relu";
+    case ActKind::hardsigmoid:
+      return "aten::hardsigmoid";
+    case ActKind::silu:
+      return "aten::silu";
+    case ActKind::hardswish:
+      return "aten::hardswish";
+    case ActKind::gelu:
+    case ActKind::gelu_tanh:
+      return "aten::gelu";
+    case ActKind::sigmoid:
+      return "aten::sigmoid";
+    case ActKind::tanh:
+      return "aten::tanh";
+    case ActKind::elu:
+      return "aten::elu";
+    case ActKind::softplus:
+      return "aten::softplus";
+    case ActKind::mish:
+      return "aten::mish";
+  }
+  return nullptr;
+}
+}  // namespace
+
+bool autocast_casts(const at::Tensor& x, const Act& act) {
+  const char* name = stock_name(act.kind);
+  const auto device = x.device().type();
+  if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
 }
 
 bool plain(const at::Tensor& x) {

@@ -16,6 +16,9 @@ Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 // The stock ATen op of an activation (differentiable), for dtypes and devices without a kernel of ours.
 at::Tensor stock_act(const at::Tensor& x, const Act& act);
 
+// True where autocast around us would change the dtype of the stock activation.
+bool autocast_casts(const at::Tensor& x, const Act& act);
+
 // True where autograd will record: grad mode is on and one of the tensors requires grad.
 template <class... T>
 bool needs_grad(const T&... t) {

@@ -3,6 +3,7 @@
 // Forward is the stock op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
 // differentiable itself. Of an operand that is not kept, backward needs the shape alone.
 #include "common.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -33,7 +34,10 @@ struct Conv : torch::autograd::Function<Conv> {
                         const ConvArgs& args, const Forward& stock) {
     ctx->set_materialize_grads(false);
     const bool keep_input = weight.requires_grad(), keep_weight = input.requires_grad();
-    ctx->save_for_backward({keep_input ? input : Tensor(), keep_weight ? weight : Tensor()});
+    Keeper keeper;
+    keeper.add(keep_input ? input : Tensor());
+    keeper.add(keep_weight ? weight : Tensor());
+    keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["input_sizes"] = input.sizes();
     data["input_strides"] = input.strides();
@@ -53,30 +57,45 @@ struct Conv : torch::autograd::Function<Conv> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(5);
-    auto saved = ctx->get_saved_variables();
-    Tensor input = saved[0], weight = saved[1];
+    const Kept kept(ctx);
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    const auto pad_after = ints("pad_after");
+    const auto pad_after = ints("pad_after"), bias_sizes = ints("bias_sizes");
     std::vector<int64_t> unpad;
     for (int64_t p : pad_after) unpad.push_back(-p);
+    const bool has_bias = !bias_sizes.empty();
+    const std::array<bool, 3> want{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                   has_bias && ctx->needs_input_grad(2)};
     // Of what is not kept, backward gets the sizes and strides: from them the backend picks its layout, as with the
     // tensor itself.
-    if (!input.defined()) input = shape_of(ints("input_sizes"), ints("input_strides"), grad.options());
-    if (!weight.defined()) weight = shape_of(ints("weight_sizes"), ints("weight_strides"), grad.options());
-    if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
-
-    const auto bias_sizes = ints("bias_sizes");
-    const bool has_bias = !bias_sizes.empty();
-    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
-                                   has_bias && ctx->needs_input_grad(2)};
-    auto [grad_input, grad_weight, grad_bias] = at::convolution_backward(
-        grad, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), ints("stride"),
-        ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"), data["groups"].toInt(),
-        mask);
-    if (grad_input.defined() && !unpad.empty()) grad_input = at::constant_pad_nd(grad_input, unpad);
-    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(), Tensor(),
-            Tensor()};
+    const auto shape = [&](const char* what) {
+      return shape_of(ints((std::string(what) + "_sizes").c_str()), ints((std::string(what) + "_strides").c_str()),
+                      grad.options());
+    };
+    const Tensor weight = kept[1].defined() ? kept[1] : shape("weight");
+    const auto run = [&](Tensor input, std::array<bool, 3> mask) {
+      if (!input.defined()) input = shape("input");
+      if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
+      auto [g, w, b] = at::convolution_backward(
+          grad, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(),
+          ints("stride"), ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"),
+          data["groups"].toInt(), mask);
+      if (mask[0] && !unpad.empty()) g = at::constant_pad_nd(g, unpad);
+      return std::vector<Tensor>{mask[0] ? g : Tensor(), mask[1] ? w : Tensor(), mask[2] ? b : Tensor()};
+    };
+    std::vector<Tensor> g;
+    if (!kept.made(0)) {
+      g = run(kept[0], want);
+    } else {
+      // An input that is made again is gone before its gradient is there.
+      g = {Tensor(), Tensor(), Tensor()};
+      if (want[1] || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
+      if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
+      std::vector<Tensor> sources = kept.leaves();
+      sources.push_back(grad);
+      g = refuse_double_backward(std::move(g), "convolution", sources);
+    }
+    return {g[0], g[1], g[2], Tensor(), Tensor()};
   }
 };
 

@@ -3,7 +3,7 @@
 //
 // The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without
 // training, with p 0 or 1 and on empty tensors the stock ops draw nothing, and are called as they are.
-#include "common.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -56,8 +56,29 @@ Tensor unpack(const Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides
   return op.call(ones, bits, static_cast<int64_t>(ActKind::relu), 0, 0, strides);
 }
 
+// What noise is drawn again from.
+struct Noise {
+  Tensor from;  // the generator's state, or the noise's bits
+  bool bits;
+  double p;
+  Kind kind;
+  std::vector<int64_t> sizes, strides;
+};
+
+Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
+  if (n.bits) return unpack(n.from, n.sizes, n.strides, options);
+  at::Generator own = at::globalContext().defaultGenerator(options.device()).clone();
+  own.set_state(n.from);
+  return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, own);
+}
+
+Tensor with_noise(const Tensor& input, const Affine& affine) {
+  Tensor out = input * affine.factor;
+  return affine.shift.defined() ? out.add_(affine.shift) : out;
+}
+
 struct Dropout : torch::autograd::Function<Dropout> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Kind kind) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Kind kind, Noise* used) {
     ctx->set_materialize_grads(false);
     Tensor noise;
     if (per_feature(kind)) {
@@ -71,40 +92,34 @@ struct Dropout : torch::autograd::Function<Dropout> {
     Tensor state;
     draw(noise, p, &state);
     const bool bits = (noise.numel() + 7) / 8 < state.numel();
-    ctx->save_for_backward({bits ? pack(noise) : state});
+    *used = {bits ? pack(noise) : state, bits, p, kind, noise.sizes().vec(), noise.strides().vec()};
+    ctx->save_for_backward({used->from});
     auto& data = ctx->saved_data;
     data["bits"] = bits;
     data["p"] = p;
     data["kind"] = static_cast<int64_t>(kind);
-    data["sizes"] = noise.sizes();
-    data["strides"] = noise.strides();
-    const Affine affine = scaled(noise, kind, p, true);
-    Tensor out = input * affine.factor;
-    return affine.shift.defined() ? out.add_(affine.shift) : out;
+    data["sizes"] = used->sizes;
+    data["strides"] = used->strides;
+    return with_noise(input, scaled(noise, kind, p, true));
   }
 
   // Made of ATen calls on the gradient: second derivatives work.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(3);
+    if (!grad.defined()) return variable_list(4);
     auto& data = ctx->saved_data;
-    const Tensor saved = ctx->get_saved_variables()[0];
-    const auto sizes = data["sizes"].toIntVector(), strides = data["strides"].toIntVector();
-    const double p = data["p"].toDouble();
+    const Noise noise{ctx->get_saved_variables()[0],
+                      data["bits"].toBool(),
+                      data["p"].toDouble(),
+                      static_cast<Kind>(data["kind"].toInt()),
+                      data["sizes"].toIntVector(),
+                      data["strides"].toIntVector()};
     Tensor factor;
     {
       at::NoGradGuard no_grad;
-      Tensor noise;
-      if (data["bits"].toBool()) {
-        noise = unpack(saved, sizes, strides, grad.options());
-      } else {
-        at::Generator own = at::globalContext().defaultGenerator(grad.device()).clone();
-        own.set_state(saved);
-        noise = at::empty_strided(sizes, strides, grad.options()).bernoulli_(1 - p, own);
-      }
-      factor = scaled(noise, static_cast<Kind>(data["kind"].toInt()), p, false).factor;
+      factor = scaled(draw_again(noise, grad.options()), noise.kind, noise.p, false).factor;
     }
-    return {grad * factor, Tensor(), Tensor()};
+    return {grad * factor, Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -124,24 +139,35 @@ Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
 
 // The generator's state is kept on the CPU only, and for real tensors only.
 template <Kind kind>
-Tensor dropout(const Tensor& input, double p, bool train) {
+Tensor dropout(const Tensor& input, double p, bool train, bool recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() &&
                     !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
                     (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
                     has_kernel(packer, input);
-  return ours ? Dropout::apply(input, p, kind) : stock(kind, input, p, train);
+  if (!ours) return stock(kind, input, p, train);
+  Noise noise;
+  const Tensor out = Dropout::apply(input, p, kind, &noise);
+  if (recompute) {
+    const Tensor from = std::exchange(noise.from, Tensor());
+    offer(out, {input, from}, [noise](std::vector<Tensor>& operands, const std::vector<bool>&) {
+      Noise again = noise;
+      again.from = operands[1];
+      return with_noise(operands[0], scaled(draw_again(again, operands[0].options()), noise.kind, noise.p, true));
+    });
+  }
+  return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(torch::schema("dropout(Tensor input, float p, bool train) -> Tensor", random), TORCH_FN(dropout<Kind::plain>));
-  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train) -> Tensor", random),
+  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random), TORCH_FN(dropout<Kind::plain>));
+  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
         TORCH_FN(dropout<Kind::feature>));
-  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train) -> Tensor", random),
+  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
         TORCH_FN(dropout<Kind::alpha>));
-  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train) -> Tensor", random),
+  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
         TORCH_FN(dropout<Kind::feature_alpha>));
 }
 

@@ -3,10 +3,10 @@
 // The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the
 // activation's input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input,
 // if the scale needs one.
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "norm_ops.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -71,8 +71,11 @@ struct MulAct : torch::autograd::Function<MulAct> {
     ctx->set_materialize_grads(false);
     const bool want_activated = activated.requires_grad(), want_scale = scale.requires_grad();
     const auto source = [&](const OptTensor& t) { return want_scale ? value_or_undefined(t) : Tensor(); };
-    ctx->save_for_backward(
-        {want_activated ? scale : Tensor(), source(input), source(weight), source(bias), source(mean), source(invstd)});
+    Keeper keeper;
+    keeper.add(want_activated ? scale : Tensor());
+    keeper.add(source(input));
+    for (const OptTensor* t : {&weight, &bias, &mean, &invstd}) keeper.add(source(*t), /*always_itself=*/true);
+    keeper.save(ctx);
     ctx->saved_data["wants"] = std::vector<int64_t>{want_activated, want_scale};
     ctx->saved_data["scale_sizes"] = scale.sizes();
     ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
@@ -89,26 +92,27 @@ struct MulAct : torch::autograd::Function<MulAct> {
     const auto wants = data["wants"].toIntVector();
     const auto arguments = data["act"].toDoubleVector();
     const Act act{static_cast<ActKind>(data["kind"].toInt()), arguments[0], arguments[1], arguments[2]};
-    const auto saved = ctx->get_saved_variables();
+    const Kept kept(ctx);
     std::vector<Tensor> g(2);
     {
       at::NoGradGuard no_grad;
-      if (wants[0] && ctx->needs_input_grad(0)) g[0] = at::mul(grad, saved[0]);
+      if (wants[0] && ctx->needs_input_grad(0)) g[0] = at::mul(grad, kept[0]);
       if (wants[1] && ctx->needs_input_grad(1))
         g[1] =
-            scale_grad(grad, {saved[1], optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5])},
+            scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
                        data["scale_sizes"].toIntVector(), act)
                 .to(grad.scalar_type());
     }
     variable_list sources{grad};
-    sources.insert(sources.end(), saved.begin(), saved.end());
+    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
     g = refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), sources);
     result[0] = g[0], result[1] = g[1];
     return result;
   }
 };
 
-Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name) {
+Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
+           bool recompute) {
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
                 has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
                 s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
@@ -118,27 +122,34 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
     usable = scale.size(-d) == 1 || scale.size(-d) == activated.size(-d);
   if (usable && s.mean) usable = activated.dim() >= 2 && s.invstd && s.mean->numel() == activated.size(1);
   if (!usable) return at::mul(activated, scale);
-  return MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
+  const Tensor out =
+      MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
+  if (recompute)
+    offer(out, {activated, scale}, [](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+      return spare[0] ? from[0].mul_(from[1]) : at::mul(from[0], from[1]);
+    });
+  return out;
 }
 
 Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
-               at::ArrayRef<double> args) {
-  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act");
+               at::ArrayRef<double> args, bool recompute) {
+  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act", recompute);
 }
 
 Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
                           const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
-                          at::ArrayRef<double> args) {
-  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act");
+                          at::ArrayRef<double> args, bool recompute) {
+  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act",
+             recompute);
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args) -> Tensor",
+  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, bool recompute=False) -> Tensor",
         TORCH_FN(mul_act));
   m.def(
       "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
       "Tensor invstd, "
-      "str act, float[] act_args) -> Tensor",
+      "str act, float[] act_args, bool recompute=False) -> Tensor",
       TORCH_FN(mul_batch_norm_act));
 }
 

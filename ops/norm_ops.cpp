@@ -1,6 +1,5 @@
 #include "norm_ops.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
 
@@ -33,50 +32,7 @@ bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const Batc
   return !common || *common == dtype || (low && *common == at::kFloat);
 }
 
-const char* stock_name(ActKind kind) {
-  switch (kind) {
-    case ActKind::identity:
-      return nullptr;
-    case ActKind::relu:
-      return "aten::relu";
-    case ActKind::hardtanh:
-      return "aten::hardtanh";
-    case ActKind::threshold:
-      return "aten::threshold";
-    case ActKind::leaky_relu:
-      return "aten::leaky_relu";
-    case ActKind::hardsigmoid:
-      return "aten::hardsigmoid";
-    case ActKind::silu:
-      return "aten::silu";
-    case ActKind::hardswish:
-      return "aten::hardswish";
-    case ActKind::gelu:
-    case ActKind::gelu_tanh:
-      return "aten::gelu";
-    case ActKind::sigmoid:
-      return "aten::sigmoid";
-    case ActKind::tanh:
-      return "aten::tanh";
-    case ActKind::elu:
-      return "aten::elu";
-    case ActKind::softplus:
-      return "aten::softplus";
-    case ActKind::mish:
-      return "aten::mish";
-  }
-  return nullptr;
-}
-
 }  // namespace
-
-bool autocast_casts(const Tensor& x, const Act& act) {
-  const char* name = stock_name(act.kind);
-  const auto device = x.device().type();
-  if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
-  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-}
 
 bool norm_usable(const Tensor& like, const c10::SymInt& channels, const BatchNormArgs& bn, const Act& act) {
   if (!plain(like) || !has_kernel(forward_op(), like) || autocast_casts(like, act)) return false;
@@ -104,6 +60,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, con
                       const OptTensor&, bool, double, double, int64_t, double, double, double, bool)>();
   return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum, bn.eps,
                  static_cast<int64_t>(act.kind), act.a, act.b, act.c, keep_mask);
+}
+
+Tensor norm_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                  const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& spare) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tsmem::_batch_norm_act_apply", "")
+          .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
+                        const OptTensor&, int64_t, double, double, double, const OptTensor&)>();
+  return op.call(input, weight, bias, mean, invstd, other, static_cast<int64_t>(act.kind), act.a, act.b, act.c, spare);
 }
 
 std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {

@@ -36,6 +36,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward(const at
                                                                         const BatchNormArgs& bn, const OptTensor& other,
                                                                         const Act& act, bool keep_mask);
 
+// The same from statistics that norm_forward() returned. `spare`: memory that may become the output (of `other`).
+at::Tensor norm_apply(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias, const at::Tensor& mean,
+                      const at::Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& spare);
+
 // Gradients of input, weight, bias (the latter two in acc_type) and of the pre-activation (for `other`), as asked for
 // by `want`. input: needed in training, for the weight's gradient, and to recompute the activation where there is no
 // mask.
@@ -47,9 +51,6 @@ struct NormBackward {
   bool training, channels_last;
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
-
-// True where autocast around us would change the dtype of the stock activation.
-bool autocast_casts(const at::Tensor& x, const Act& act);
 
 // Whether our kernels take these operands; else stock ops are composed, which also raise their own errors.
 bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);

@@ -18,6 +18,12 @@ const std::vector<Pattern>& all_patterns() {
       dropout(),
       max_pool(),
       shape_only(),
+      smooth_activation(),
+      linear(),
+      layer_norm(),
+      cat(),
+      add(),
+      mul(),
   };
   return patterns;
 }

@@ -17,6 +17,12 @@ Pattern convolution();
 Pattern dropout();
 Pattern max_pool();
 Pattern shape_only();
+Pattern smooth_activation();
+Pattern linear();
+Pattern layer_norm();
+Pattern cat();
+Pattern add();
+Pattern mul();
 
 // The arguments of aten::batch_norm in a pattern, in order.
 inline const std::string kBatchNorm = "%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn";

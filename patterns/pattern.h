@@ -20,6 +20,8 @@ struct Rule {
   std::string sizes = {};  // "%c = tsmem::op(…) -> int[]": the sizes of an inner value whose users only ask for these
   std::set<std::string> activations =
       {};  // which activations `act` stands for; empty: any. "in-place": any that overwrites its input
+  std::set<std::string> fed_by =
+      {};  // one of the inputs must come from one of these operators or from a branch, else nothing is gained
 };
 
 struct Pattern {
@@ -28,6 +30,7 @@ struct Pattern {
   std::string keeps;       // saved tensors, before and after
   std::string conditions;  // when it is legal and worth it, in words
   bool by_default = true;  // false: used only when --only names it
+  bool for_regions = false;  // used at --level regions only: alone it saves nothing
   std::vector<Rule> rules;
 };
 

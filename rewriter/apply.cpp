@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/constants.h>
+#include <torch/csrc/jit/runtime/operator.h>
 
 #include <unordered_set>
 
@@ -74,7 +75,8 @@ Value* literal(Graph& g, const std::string& text) {
 }
 
 // Puts one line's op before `at`.
-Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f) {
+Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f,
+               bool recompute) {
   WithInsertPoint here(at);
   std::vector<Value*> arguments;
   for (const std::string& a : line.arguments) {
@@ -88,6 +90,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
     }
   }
+  if (recompute && offers_recompute(line.op)) arguments.push_back(g.insertConstant(true));
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())
@@ -111,7 +114,7 @@ void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
   }
 }
 
-void put(Graph& g, const View& copy, const Found& f) {
+void put(Graph& g, const View& copy, const Found& f, bool recompute) {
   std::vector<Node*> nodes;
   for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
   std::map<std::string, Value*> values;
@@ -126,7 +129,7 @@ void put(Graph& g, const View& copy, const Found& f) {
                           ", which its match does not");
     std::map<std::string, Value*> operands = values;
     for (auto& [name, v] : made) operands[name] = v;
-    Node* n = put_line(g, line, nodes[at], operands, f);
+    Node* n = put_line(g, line, nodes[at], operands, f, recompute);
     for (size_t k = 0; k < line.outputs.size(); ++k) {
       made[line.outputs[k]] = n->output(k);
       auto old = f.values.find(line.outputs[k]);
@@ -137,7 +140,7 @@ void put(Graph& g, const View& copy, const Found& f) {
   if (!f.rule->sizes.empty()) {
     const Line line = parse_lines(f.rule->sizes).front();
     Value* inner = values.at(line.outputs[0]);
-    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f)->output());
+    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, false)->output());
   }
   for (auto& [name, v] : made) {
     auto old = f.values.find(name);
@@ -162,7 +165,14 @@ static bool returns_argument(const Node* call) {
           (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
 }
 
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches) {
+bool offers_recompute(const std::string& op) {
+  for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
+    if (!o->schema().arguments().empty() && o->schema().arguments().back().name() == "recompute") return true;
+  return false;
+}
+
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
+                                     bool recompute) {
   std::unordered_set<const Scope*> wanted;
   for (const Found* f : matches) add_scopes(*f, wanted);
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is seen through:
@@ -171,7 +181,7 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
     const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) || (s->branch < 0 && in_ours && returns_argument(s->node));
   });
-  for (const Found* f : matches) put(*copy.graph, copy, *f);
+  for (const Found* f : matches) put(*copy.graph, copy, *f, recompute);
   copy.graph->lint();
   return copy.graph;
 }

@@ -220,7 +220,7 @@ class Matcher {
       if (first && first->nodes == a.nodes) break;
       for (Node* n : a.nodes)
         if (!n || taken_.count(n)) return;
-      if (!wanted_activation(rule, a)) return;
+      if (!wanted_activation(rule, a) || !well_fed(rule, a)) return;
       const std::string reason = illegal(rule, a);
       if (reason.empty()) return accept(rule, a);
       if (!first) {
@@ -237,6 +237,18 @@ class Matcher {
       if (op.name == "act" && !wanted.empty() && !wanted.count(op.act) && !(op.in_place && wanted.count("in-place")))
         return false;
     return true;
+  }
+
+  bool well_fed(const CompiledRule& rule, const Attempt& a) const {
+    const auto& wanted = rule.rule->fed_by;
+    if (wanted.empty()) return true;
+    for (const CanonicalOp& op : a.ops)
+      for (const Value* v : op.inputs) {
+        const Node* from = v->node();
+        auto known = ops_.find(const_cast<Node*>(from));
+        if (from->kind() == prim::If || (known != ops_.end() && wanted.count(known->second.name))) return true;
+      }
+    return false;
   }
 
   void accept(const CompiledRule& rule, const Attempt& a) {

@@ -126,7 +126,7 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
   for (const Pattern& p : all_patterns()) {
     const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
     const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default : named)) chosen.push_back(&p);
+    if (!skipped && (o.only.empty() ? p.by_default && (o.level == Level::regions || !p.for_regions) : named)) chosen.push_back(&p);
   }
   return chosen;
 }
@@ -379,7 +379,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       if (result.found.empty()) continue;
       std::vector<const Found*> chosen;
       for (const Found& found : result.found) chosen.push_back(&found);
-      result.body = apply_matches(*function_graph(f), scopes, chosen);
+      result.body = apply_matches(*function_graph(f), scopes, chosen, options.level == Level::regions);
     }
   }
 
@@ -392,12 +392,21 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const auto& [path, method] : running_methods(module, entries, results)) {
     auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
+    Region region{path, method, {}, {}};
     for (const Found& found : it->second.found) {
-      Match m{found.pattern->name, path, method, {}, ""};
+      Match m{found.pattern->name, path, method, {}, false, ""};
       for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
-      for (const Line& line : parse_lines(found.rule->rewrite)) m.op += (m.op.empty() ? "" : " + ") + line.op;
+      for (const Line& line : parse_lines(found.rule->rewrite)) {
+        m.op += (m.op.empty() ? "" : " + ") + line.op;
+        m.recomputed |= options.level == Level::regions && offers_recompute(line.op);
+      }
+      if (options.level == Level::regions) {
+        auto& list = m.recomputed ? region.recomputed : region.kept;
+        list.push_back(m.nodes.back());
+      }
       report.matches.push_back(std::move(m));
     }
+    if (!region.recomputed.empty()) report.regions.push_back(std::move(region));
     for (const auto& [pattern, reason] : it->second.refused)
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }

@@ -7,7 +7,12 @@
 
 namespace tsmem {
 
+// ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept anyway
+// (norms, activations, sums, concatenations between convolutions) are made again in backward.
+enum class Level { ops, regions };
+
 struct RewriteOptions {
+  Level level = Level::ops;
   std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
   std::vector<std::string> freeze, train;  // parameter globs whose requires_grad is cleared or set
@@ -17,6 +22,7 @@ struct RewriteOptions {
 struct Match {
   std::string pattern, module, method;
   std::vector<std::string> nodes;  // the matched ops with their places, in graph order: "bn1.forward: aten::batch_norm"
+  bool recomputed;                 // its output is made again in backward
   std::string op;                  // what was put there: "tsmem::batch_norm_act"; several joined by " + "
 };
 
@@ -24,8 +30,15 @@ struct Refusal {
   std::string pattern, module, reason;
 };
 
+// The outputs in one method that backward makes again, and those that it makes them from, as Match::nodes are written.
+struct Region {
+  std::string module, method;
+  std::vector<std::string> kept, recomputed;
+};
+
 struct RewriteReport {
   std::vector<Match> matches;
+  std::vector<Region> regions;
   std::vector<Refusal> refused;
 };
 

@@ -132,6 +132,13 @@ template <class A>
 struct Coefficients {
   Table<A> mean, scale, bias;
   explicit Coefficients(const Map& m) : mean(m), scale(m), bias(m) {}
+  Coefficients(const Map& m, const OptTensor& weight, const OptTensor& shift, const OptTensor& means,
+               const OptTensor& invstds)
+      : Coefficients(m) {
+    const Vector<A> w(weight, 1), b(shift, 0), mu(means, 0), s(invstds, 1);
+    for (int64_t c = 0; c < m.args.channels; ++c) set(c, mu[c], s[c], w[c], b[c]);
+    repeat(m);
+  }
   void set(int64_t c, A m, A invstd, A weight, A b) { mean[c] = m, scale[c] = invstd * weight, bias[c] = b; }
   void repeat(const Map& m) { mean.repeat(m), scale.repeat(m), bias.repeat(m); }
   void use(NormArgs& a) const {
@@ -287,6 +294,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, cons
   return {out, mean, invstd, mask};
 }
 
+// act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.
+Tensor apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                 const Tensor& invstd, const OptTensor& other, int64_t act, double act_a, double act_b, double act_c,
+                 const OptTensor& out_memory) {
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const bool reuse = out_memory && out_memory->strides() == x.strides();
+  Tensor out = reuse ? *out_memory : at::empty_like(x, x.options(), format);
+  m.args.x = x.const_data_ptr();
+  m.args.out = out.mutable_data_ptr();
+  if (z.defined()) m.args.other = z.const_data_ptr();
+  with_acc(x.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    const Coefficients<A> coefficients(m, weight, bias, mean, invstd);
+    coefficients.use(m.args);
+    m.parallel([&](int64_t, NormRange r) { norm_kernels().apply(m.args, r); });
+  });
+  return out;
+}
+
+Tensor apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
+                  const OptTensor&, int64_t, double, double, double, const OptTensor&) {
+  return at::empty_symint(input.sym_sizes(), input.options(), feature_format(input.dim(), is_channels_last(input)));
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_output, const OptTensor& input,
                                                         const OptTensor& weight, const OptTensor& bias,
                                                         const Tensor& mean, const Tensor& invstd,
@@ -366,7 +400,7 @@ NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, 
   p.out_height = out_size[0], p.out_width = out_size[1];
   for (int d = 0; d < 2; ++d)
     p.kernel[d] = kernel[d], p.stride[d] = stride[d], p.padding[d] = padding[d], p.dilation[d] = dilation[d];
-  p.positions = positions.numel() > 0 ? positions.data_ptr() : nullptr;
+  p.positions = positions.defined() && positions.numel() > 0 ? positions.data_ptr() : nullptr;
   p.position_bytes = position_bytes(kernel);
   return p;
 }
@@ -397,16 +431,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
   with_acc(x.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
     forward<A>(m, {weight, bias, running_mean, running_var, training, momentum, eps}, mean, invstd);
-    const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
-    Coefficients<A> coefficients(m);
-    for (int64_t c = 0; c < m.args.channels; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
-    coefficients.repeat(m);
+    const Coefficients<A> coefficients(m, weight, bias, mean, invstd);
     coefficients.use(m.args);
     m.args.out = out.mutable_data_ptr();
     const NormPoolArgs p = pool_args(m, x, out_size, kernel, stride, padding, dilation, positions, channels_last);
     parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().forward(p, begin, end); });
   });
   return {out, mean, invstd, positions};
+}
+
+// The pooled output again, from statistics that are known.
+Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                      const Tensor& invstd, int64_t act, double act_a, double act_b, double act_c,
+                      at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                      at::IntArrayRef dilation, at::IntArrayRef out_size) {
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(4, channels_last);
+  const Tensor x = input.contiguous(format);
+  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  m.args.x = x.const_data_ptr();
+  Tensor out = at::empty({x.size(0), x.size(1), out_size[0], out_size[1]}, x.options(), format);
+  with_acc(x.scalar_type(), [&](auto zero) {
+    using A = decltype(zero);
+    const Coefficients<A> coefficients(m, weight, bias, mean, invstd);
+    coefficients.use(m.args);
+    m.args.out = out.mutable_data_ptr();
+    const NormPoolArgs p = pool_args(m, x, out_size, kernel, stride, padding, dilation, Tensor(), channels_last);
+    parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().forward(p, begin, end); });
+  });
+  return out;
+}
+
+Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&, int64_t,
+                       double, double, double, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
+                       at::IntArrayRef out_size) {
+  return at::empty_symint({input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]}, input.options(),
+                          feature_format(4, is_channels_last(input)));
 }
 
 std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, const Tensor& input,
@@ -585,11 +645,20 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "kernel_size, "
       "int[2] stride, int[2] padding, int[2] dilation, bool[3] want) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "_batch_norm_act_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? other, "
+      "int act, float act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
+  m.def(
+      "_batch_norm_act_max_pool2d_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int[2] out_size) -> Tensor");
+  m.def(
       "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
       "last_dim, int act, "
       "float act_a, float act_b, float act_c) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  m.impl("_batch_norm_act_apply", TORCH_FN(apply_cpu));
+  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_cpu));
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_cpu));
   m.impl("_batch_norm_act_backward", TORCH_FN(backward_cpu));
   m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_cpu));
@@ -597,6 +666,8 @@ TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   m.impl("_scale_grad", TORCH_FN(scale_grad_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  m.impl("_batch_norm_act_apply", TORCH_FN(apply_meta));
+  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_meta));
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_meta));
   m.impl("_batch_norm_act_backward", TORCH_FN(backward_meta));
   m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_meta));

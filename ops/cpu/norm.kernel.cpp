@@ -159,7 +159,7 @@ void apply(const NormArgs& a, NormRange r) {
   chunks(a, r, begin, [&](const Chunk& k) {
     const A* x = load(static_cast<const T*>(a.x) + k.offset, b.x, k.n);
     T* out = static_cast<T*>(a.out) + k.offset;
-    A* y = target(out, b.pre);
+    A* y = a.out == a.other ? b.pre : target(out, b.pre);
     affine(a, r, k, x, y, !a.planar());
     if (a.other) {
       const A* other = load(static_cast<const T*>(a.other) + k.offset, b.g, k.n);

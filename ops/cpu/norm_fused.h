@@ -169,6 +169,11 @@ void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
       T* out = static_cast<T*>(a.out) + row * n;
       uint8_t* mask = a.mask ? a.mask + row * mask_stride : nullptr;
       const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
+      // The last vector overlaps the one before, if the row is long enough. out may be z, so its part is read first.
+      const bool part = n < kLanes;
+      const int64_t from = part ? 0 : n - kLanes;
+      Vec last = {};
+      if (z && n % kLanes) last = part ? load_part(z, n, 0) : load_vec(z + from);
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) {
         Vec p = (load_vec(x + i) - m) * s + b;
@@ -180,11 +185,8 @@ void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
         store_vec(act.forward(p), out + i);
       }
       if (i == n) continue;
-      // The last vector overlaps the one before, if the row is long enough.
-      const bool part = n < kLanes;
-      const int64_t from = part ? 0 : n - kLanes;
       Vec p = ((part ? load_part(x, n, 0) : load_vec(x + from)) - m) * s + b;
-      if (z) p += part ? load_part(z, n, 0) : load_vec(z + from);
+      if (z) p += last;
       if (mask) {
         const uint32_t kept = (1u << (n - i)) - 1, bits = (pack_lanes(act.flags(p)) >> (i - from)) & kept;
         std::memcpy(mask + i / 8, &bits, (n - i + 7) / 8);

@@ -1,0 +1,86 @@
+// Sums, products and concatenations that backward can make again.
+//
+// add and cat keep nothing, as stock's; a product keeps the factors that the other one's gradient needs, or what they
+// are made from.
+#include <torch/library.h>
+
+#include "recompute.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool alike(const Tensor& a, const Tensor& b) {
+  return plain(a) && plain(b) && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+Tensor add(const Tensor& a, const Tensor& b, const at::Scalar& alpha, bool recompute) {
+  const Tensor out = at::add(a, b, alpha);
+  if (recompute && needs_grad(a, b) && alike(a, b))
+    offer(out, {a, b}, [alpha](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+      if (spare[0] && at::infer_size(from[0].sizes(), from[1].sizes()) == from[0].sizes() &&
+          from[0].is_non_overlapping_and_dense())
+        return from[0].add_(from[1], alpha);
+      return at::add(from[0], from[1], alpha);
+    });
+  return out;
+}
+
+struct Mul : torch::autograd::Function<Mul> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->set_materialize_grads(false);
+    Keeper keeper;
+    keeper.add(b.requires_grad() ? a : Tensor());
+    keeper.add(a.requires_grad() ? b : Tensor());
+    keeper.save(ctx);
+    ctx->saved_data["a"] = a.sizes();
+    ctx->saved_data["b"] = b.sizes();
+    return at::mul(a, b);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(2);
+    const Kept kept(ctx);
+    std::vector<Tensor> g(2);
+    for (int i : {0, 1})
+      if (ctx->needs_input_grad(i))
+        g[i] = (grad * kept[1 - i]).sum_to_size(ctx->saved_data[i == 0 ? "a" : "b"].toIntVector());
+    if (kept.any_made()) {
+      std::vector<Tensor> sources = kept.leaves();
+      sources.push_back(grad);
+      g = refuse_double_backward(std::move(g), "mul", sources);
+    }
+    return g;
+  }
+};
+
+Tensor mul(const Tensor& a, const Tensor& b, bool recompute) {
+  if (!needs_grad(a, b) || !alike(a, b)) return at::mul(a, b);
+  const Tensor out = Mul::apply(a, b);
+  if (recompute)
+    offer(out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::mul(from[0], from[1]); });
+  return out;
+}
+
+Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
+  const Tensor out = at::cat(tensors, dim);
+  bool ours = recompute && at::GradMode::is_enabled() && out.requires_grad();
+  for (const Tensor& t : tensors) ours = ours && alike(t, tensors[0]) && t.dim() == out.dim();
+  if (ours)
+    offer(
+        out, tensors.vec(), [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::cat(from, dim); },
+        Pieces::yes);
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def("add(Tensor self, Tensor other, Scalar alpha=1, bool recompute=False) -> Tensor", TORCH_FN(add));
+  m.def("mul(Tensor self, Tensor other, bool recompute=False) -> Tensor", TORCH_FN(mul));
+  m.def("cat(Tensor[] tensors, int dim=0, bool recompute=False) -> Tensor", TORCH_FN(cat));
+}
+
+}  // namespace
+}  // namespace tsmem

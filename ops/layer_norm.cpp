@@ -1,0 +1,165 @@
+// layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
+// can be made again. Forward and backward are aten's native_layer_norm and native_group_norm.
+#include <torch/library.h>
+
+#include "recompute.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+
+// groups 0: a layer norm over the last dimensions, of `shape`.
+struct NormOf {
+  std::vector<int64_t> shape;
+  int64_t groups = 0;
+  double eps = 0;
+};
+
+std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                              const NormOf& n) {
+  if (n.groups == 0) return at::native_layer_norm(x, n.shape, weight, bias, n.eps);
+  const Tensor dense = x.contiguous(x.suggest_memory_format());
+  return at::native_group_norm(dense, weight, bias, x.size(0), x.size(1), x.numel() / (x.size(0) * x.size(1)), n.groups,
+                               n.eps);
+}
+
+struct Norm : torch::autograd::Function<Norm> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                        const NormOf& n) {
+    ctx->set_materialize_grads(false);
+    auto [out, mean, invstd] = forward_of(x, weight, bias, n);
+    const bool want_w = weight && weight->requires_grad(), want_x = x.requires_grad();
+    Keeper keeper;
+    keeper.add(want_x || want_w ? x : Tensor());
+    keeper.add(weight ? *weight : Tensor());
+    keeper.add(bias ? *bias : Tensor());
+    keeper.add(mean, /*always_itself=*/true);
+    keeper.add(invstd, /*always_itself=*/true);
+    keeper.save(ctx);
+    auto& data = ctx->saved_data;
+    data["shape"] = n.shape;
+    data["groups"] = n.groups;
+    data["sizes"] = x.sizes();
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(4);
+    if (!grads[0].defined()) return result;
+    const Kept kept(ctx);
+    auto& data = ctx->saved_data;
+    const OptTensor weight = optional(kept[1]), bias = optional(kept[2]);
+    int64_t edge = 1;
+    const int64_t weight_edge = weight ? edge++ : -1, bias_edge = bias ? edge++ : -1;
+    const std::array<bool, 3> want{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(weight_edge),
+                                   bias && ctx->needs_input_grad(bias_edge)};
+    const int64_t groups = data["groups"].toInt();
+    Tensor x = kept[0];
+    if (!x.defined()) x = shape_of(data["sizes"].toIntVector(), grads[0].strides(), grads[0].options());
+    std::vector<Tensor> g;
+    {
+      // Stock's second derivatives exist for some of these only: all are refused.
+      at::AutoDispatchBelowADInplaceOrView below;
+      std::tuple<Tensor, Tensor, Tensor> found;
+      if (groups == 0) {
+        found = at::native_layer_norm_backward(grads[0], x, data["shape"].toIntVector(), kept[3], kept[4], weight,
+                                               bias, want);
+      } else {
+        const auto format = x.suggest_memory_format();
+        const int64_t n = x.size(0), c = x.size(1);
+        found = at::native_group_norm_backward(grads[0].contiguous(format), x.contiguous(format), kept[3], kept[4],
+                                               weight, n, c, x.numel() / (n * c), groups, want);
+      }
+      g = {std::get<0>(found), std::get<1>(found), std::get<2>(found)};
+    }
+    std::vector<Tensor> sources = kept.leaves();
+    sources.push_back(grads[0]);
+    g = refuse_double_backward(std::move(g), groups == 0 ? "layer_norm" : "group_norm", sources);
+    for (int i = 0; i < 3; ++i)
+      if (want[i]) result[i] = g[i];
+    return result;
+  }
+};
+
+bool fits(const Tensor& x, const OptTensor& parameter) {
+  return !parameter || (plain(*parameter) && parameter->device() == x.device());
+}
+
+Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n, bool recompute) {
+  const Tensor out = Norm::apply(x, weight, bias, n);
+  if (recompute)
+    offer(out, {x, weight ? *weight : Tensor(), bias ? *bias : Tensor()},
+          [n](std::vector<Tensor>& from, const std::vector<bool>&) {
+            return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
+          });
+  return out;
+}
+
+bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
+  return needs_grad(x, weight ? *weight : Tensor(), bias ? *bias : Tensor()) && plain(x) && x.numel() > 0 &&
+         x.device().is_cpu() && fits(x, weight) && fits(x, bias);
+}
+
+Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias, double eps,
+                  bool cudnn_enable, bool recompute) {
+  const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
+                  b = bias && bias->defined() ? bias : std::nullopt;
+  const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
+  const bool shaped = !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
+                      x.sizes().slice(x.dim() - shape.size()) == shape && whole(w) && whole(b);
+  if (!shaped || !ours(x, w, b)) return at::layer_norm(x, shape, weight, bias, eps, cudnn_enable);
+  return run(x, w, b, {shape.vec(), 0, eps}, recompute);
+}
+
+Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
+                  bool cudnn_enabled, bool recompute) {
+  const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
+                  b = bias && bias->defined() ? bias : std::nullopt;
+  const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
+  const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
+  if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, weight, bias, eps, cudnn_enabled);
+  return run(x, w, b, {{}, groups, eps}, recompute);
+}
+
+// CUDA's autocast runs both in float32, the CPU's leaves them alone.
+template <c10::DeviceType device>
+Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
+                           double eps, bool cudnn_enable, bool recompute) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  return run_layer_norm(at::autocast::cached_cast(at::kFloat, x, device), shape,
+                    at::autocast::cached_cast(at::kFloat, weight, device),
+                    at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enable, recompute);
+}
+template <c10::DeviceType device>
+Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
+                           bool cudnn_enabled, bool recompute) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  return run_group_norm(at::autocast::cached_cast(at::kFloat, x, device), groups,
+                    at::autocast::cached_cast(at::kFloat, weight, device),
+                    at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enabled, recompute);
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def(
+      "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
+      "cudnn_enable=True, bool recompute=False) -> Tensor",
+      TORCH_FN(run_layer_norm));
+  m.def(
+      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
+      "cudnn_enabled=True, bool recompute=False) -> Tensor",
+      TORCH_FN(run_group_norm));
+}
+
+TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
+  m.impl("layer_norm", TORCH_FN(layer_norm_autocast<c10::DeviceType::CUDA>));
+  m.impl("group_norm", TORCH_FN(group_norm_autocast<c10::DeviceType::CUDA>));
+}
+
+}  // namespace
+}  // namespace tsmem

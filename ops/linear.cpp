@@ -1,0 +1,77 @@
+// linear, whose backward needs the input for the weight's gradient alone, and the weight for the input's alone: what is
+// not needed is not kept, and an input that can be made again (recompute.h) isn't either.
+//
+// Forward is aten::linear. Backward as derivatives.yaml has it for aten::addmm: matrix products over all leading
+// dimensions.
+#include <torch/library.h>
+
+#include "recompute.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Linear : torch::autograd::Function<Linear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+    ctx->set_materialize_grads(false);
+    Keeper keeper;
+    keeper.add(weight.requires_grad() ? input : Tensor());
+    keeper.add(input.requires_grad() ? weight : Tensor());
+    keeper.save(ctx);
+    return at::linear(input, weight, bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(3);
+    const Kept kept(ctx);
+    std::vector<Tensor> g(3);
+    const Tensor rows = grad.reshape({-1, grad.size(-1)});
+    if (ctx->needs_input_grad(1)) {
+      const Tensor input = kept[0];
+      g[1] = rows.t().mm(input.reshape({-1, input.size(-1)}));
+    }
+    if (ctx->needs_input_grad(2)) g[2] = rows.sum(0);
+    if (ctx->needs_input_grad(0)) {
+      const Tensor weight = kept[1];
+      auto sizes = grad.sizes().vec();
+      sizes.back() = weight.size(1);
+      g[0] = rows.mm(weight).view(sizes);
+    }
+    if (kept.any_made()) {
+      std::vector<Tensor> sources = kept.leaves();
+      sources.push_back(grad);
+      g = refuse_double_backward(std::move(g), "linear", sources);
+    }
+    return g;
+  }
+};
+
+Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+  const OptTensor b = bias && bias->defined() ? bias : std::nullopt;
+  const bool ours = needs_grad(input, weight, b ? *b : Tensor()) && plain(input) && plain(weight) &&
+                    (!b || (plain(*b) && b->dim() == 1)) && input.dim() >= 2 && weight.dim() == 2 &&
+                    input.numel() > 0 && weight.numel() > 0;
+  return ours ? Linear::apply(input, weight, b) : at::linear(input, weight, bias);
+}
+
+template <c10::DeviceType device>
+Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
+  return run(at::autocast::cached_cast(to, input, device), at::autocast::cached_cast(to, weight, device),
+                at::autocast::cached_cast(to, bias, device));
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", TORCH_FN(run));
+}
+TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) { m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CPU>)); }
+TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) { m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CUDA>)); }
+
+}  // namespace
+}  // namespace tsmem

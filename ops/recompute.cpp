@@ -1,0 +1,250 @@
+#include "recompute.h"
+
+#include <ATen/SavedTensorHooks.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace tsmem {
+
+using at::Tensor;
+using torch::autograd::Node;
+
+// A value that a recipe starts from: made by another recipe, or the tensor itself.
+struct Source {
+  RecipePtr recipe;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor;  // none: undefined
+  uint32_t version = 0;
+};
+
+struct Recipe {
+  std::vector<Source> sources;
+  Make make;
+  Pieces pieces = Pieces::no;
+  int depth = 1;  // recipes in a row
+};
+
+namespace {
+
+// A chain of residual blocks is made again from its first one: its cost grows with the square of its length.
+constexpr int kLongestChain = 8;
+constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
+
+// What is known of a node's first output while the node lives.
+struct Known {
+  std::weak_ptr<Node> node;
+  RecipePtr recipe;
+  uint32_t version = 0;  // of the output when the recipe was offered
+  bool kept = false;     // somebody keeps it for backward
+};
+
+class Table {
+ public:
+  // f(known) under the lock; makes the entry where it is missing.
+  template <class F>
+  void update(const std::shared_ptr<Node>& node, F f) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (entries_.size() > limit_) sweep();
+    Known& known = entries_[node.get()];
+    if (known.node.expired()) known = {node, nullptr};
+    f(known);
+  }
+  std::optional<Known> find(const Node* node) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = entries_.find(node);
+    if (it == entries_.end() || it->second.node.expired()) return std::nullopt;
+    return it->second;
+  }
+
+ private:
+  void sweep() {
+    for (auto it = entries_.begin(); it != entries_.end();)
+      it = it->second.node.expired() ? entries_.erase(it) : std::next(it);
+    limit_ = 2 * entries_.size() + 1024;
+  }
+  std::mutex mutex_;
+  std::unordered_map<const Node*, Known> entries_;
+  size_t limit_ = 1024;
+};
+
+Table& table() {
+  static Table* table = new Table;  // never destroyed: nodes may die after static objects
+  return *table;
+}
+
+// The tensor that t is a view of, or t.
+Tensor owner(const Tensor& t) { return t.is_view() ? Tensor(t._base()) : t; }
+
+std::optional<Known> known_of(const Tensor& t) {
+  const auto& node = t.grad_fn();
+  if (!node || t.output_nr() != 0) return std::nullopt;
+  return table().find(node.get());
+}
+
+size_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
+
+// Kept without further cost: somebody keeps it for backward, or it's a parameter.
+bool kept_anyway(const Tensor& t) {
+  const Tensor whole = owner(t);
+  if (whole.is_leaf()) return whole.requires_grad();
+  const auto known = known_of(whole);
+  return known && known->kept;
+}
+
+void mark_kept(const Tensor& t) {
+  const Tensor whole = owner(t);
+  if (const auto& node = whole.grad_fn(); node && whole.output_nr() == 0)
+    table().update(node, [](Known& k) { k.kept = true; });
+}
+
+// The leaves of a recipe in the order of make_again(); false where one has gone or was changed.
+bool collect(const Recipe& recipe, std::vector<Tensor>& leaves) {
+  for (const Source& s : recipe.sources) {
+    if (s.recipe) {
+      if (!collect(*s.recipe, leaves)) return false;
+    } else if (!s.tensor) {
+      leaves.emplace_back();
+    } else {
+      auto impl = s.tensor->lock();
+      if (!impl) return false;
+      Tensor t(std::move(impl));
+      if (t.is_inference() || t._version() != s.version) return false;
+      leaves.push_back(std::move(t));
+    }
+  }
+  return true;
+}
+
+Tensor make_again(const Recipe& recipe, const Tensor*& leaf) {
+  std::vector<Tensor> operands;
+  std::vector<bool> spare;
+  for (const Source& s : recipe.sources) {
+    spare.push_back(s.recipe != nullptr);
+    operands.push_back(s.recipe ? make_again(*s.recipe, leaf) : *leaf++);
+  }
+  return recipe.make(operands, spare);
+}
+
+size_t leaf_count(const Recipe& recipe) {
+  size_t count = 0;
+  for (const Source& s : recipe.sources) count += s.recipe ? leaf_count(*s.recipe) : 1;
+  return count;
+}
+
+// The recipe of t, where it has one that holds and is worth it.
+RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
+  const Tensor whole = owner(t);
+  const auto known = known_of(whole);
+  if (!known || !known->recipe || known->recipe->depth > kLongestChain || whole._version() != known->version)
+    return nullptr;
+  if (!collect(*known->recipe, leaves)) return nullptr;
+  size_t cost = 0;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const Tensor& l : leaves)
+    if (l.defined() && seen.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
+  const size_t gain = bytes_of(whole);
+  const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
+  if (!worth) return nullptr;
+  if (whole.is_same(t)) return known->recipe;
+  auto view = std::make_shared<Recipe>();
+  view->sources.push_back({known->recipe, std::nullopt});
+  view->depth = known->recipe->depth;
+  view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
+                whole_strides = whole.strides().vec(),
+                whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
+    TORCH_INTERNAL_ASSERT(operands[0].strides() == whole_strides, "tsmem: a tensor was made again in another layout");
+    return operands[0].as_strided(sizes, strides, offset - whole_offset + operands[0].storage_offset());
+  };
+  return view;
+}
+
+// Under saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) nothing is made again: the hooks count and replace
+// what is saved.
+bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+
+struct Program : torch::CustomClassHolder {
+  std::vector<RecipePtr> recipes;
+};
+
+}  // namespace
+
+void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, Pieces pieces) {
+  const auto& node = output.grad_fn();
+  if (!node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
+  auto recipe = std::make_shared<Recipe>();
+  recipe->make = std::move(make);
+  recipe->pieces = pieces;
+  for (const Tensor& t : operands) {
+    Source s;
+    if (t.defined()) {
+      if (t.is_inference()) return;
+      s.tensor.emplace(t.getIntrusivePtr());
+      s.version = t._version();
+      std::vector<Tensor> leaves;
+      if (!kept_anyway(t)) s.recipe = usable_recipe(t, leaves);
+      if (s.recipe) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+    }
+    recipe->sources.push_back(std::move(s));
+  }
+  table().update(node, [&](Known& k) {
+    k.recipe = std::move(recipe);
+    k.version = output._version();
+  });
+}
+
+bool free_to_keep(const Tensor& t) {
+  std::vector<Tensor> leaves;
+  return kept_anyway(t) || (!hooks_active() && usable_recipe(t, leaves));
+}
+
+void Keeper::add(const Tensor& t, bool always_itself) {
+  if (t.defined() && !always_itself && !hooks_active()) {
+    std::vector<Tensor> leaves;
+    if (RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves)) {
+      for (Tensor& l : leaves) {
+        if (l.defined()) mark_kept(l);
+        leaves_.push_back(std::move(l));
+      }
+      recipes_.push_back(std::move(recipe));
+      return;
+    }
+    mark_kept(t);
+  }
+  leaves_.push_back(t);
+  recipes_.push_back(nullptr);
+}
+
+void Keeper::save(torch::autograd::AutogradContext* ctx) {
+  auto program = c10::make_intrusive<Program>();
+  program->recipes = std::move(recipes_);
+  ctx->saved_data["kept"] = at::IValue::make_capsule(std::move(program));
+  ctx->save_for_backward(std::move(leaves_));
+}
+
+Kept::Kept(torch::autograd::AutogradContext* ctx)
+    : leaves_(ctx->get_saved_variables()),
+      recipes_(c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule())->recipes) {
+  size_t at = 0;
+  for (const RecipePtr& r : recipes_) {
+    first_.push_back(at);
+    at += r ? leaf_count(*r) : 1;
+  }
+}
+
+Tensor Kept::operator[](size_t slot) const {
+  const Tensor* leaf = &leaves_[first_[slot]];
+  if (!recipes_[slot]) return *leaf;
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return make_again(*recipes_[slot], leaf);
+}
+
+bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }
+
+bool Kept::any_made() const {
+  return std::any_of(recipes_.begin(), recipes_.end(), [](const RecipePtr& r) { return r != nullptr; });
+}
+
+}  // namespace tsmem

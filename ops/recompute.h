@@ -1,0 +1,65 @@
+// Tensors that backward makes again rather than keeps.
+//
+// An op whose output is cheap to make from what is kept anyway (batch norm + activation from the convolution's output)
+// offers a recipe for it. An op that would keep such an output for its own backward keeps the recipe's sources in its
+// place: tensors that others keep too, so they cost nothing. What is a source, what is made from other recipes and what
+// is kept after all is decided at every call, from what is alive and who keeps it.
+#pragma once
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "common.h"
+
+namespace tsmem {
+
+// Makes an output again, detached, with its sizes, strides and dtype. Operands that are in `spare` are nobody else's,
+// and may be overwritten.
+using Make = std::function<at::Tensor(std::vector<at::Tensor>& operands, const std::vector<bool>& spare)>;
+
+struct Recipe;
+using RecipePtr = std::shared_ptr<const Recipe>;
+
+enum class Pieces { no, yes };
+
+// Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
+// included). Holds operands weakly: an offer whose operands have gone is void. Pieces::yes: the output is the operands
+// put together (cat), so that keeping them instead of it never costs memory.
+void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, Pieces pieces = Pieces::no);
+
+// True where `t` would not be kept but made again, or somebody keeps it already.
+bool free_to_keep(const at::Tensor& t);
+
+// What a node keeps, in forward: add() the tensors in order, then save().
+class Keeper {
+ public:
+  // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never made again (masks, statistics).
+  void add(const at::Tensor& t, bool always_itself = false);
+  void save(torch::autograd::AutogradContext* ctx);
+
+ private:
+  std::vector<at::Tensor> leaves_;
+  std::vector<RecipePtr> recipes_;  // one a slot; null: the tensor itself
+};
+
+// The other end, in backward. Unpacks everything once, which raises PyTorch's errors for freed graphs and for tensors
+// changed in place.
+class Kept {
+ public:
+  explicit Kept(torch::autograd::AutogradContext* ctx);
+  // Tensor number `slot` of those added; undefined where that was. One that is made again is made at every call.
+  at::Tensor operator[](size_t slot) const;
+  // Whether operator[] makes it: then it's detached from the graph, and its memory is the caller's own.
+  bool made(size_t slot) const;
+  bool any_made() const;
+  // Everything unpacked: what results depend on under create_graph.
+  const std::vector<at::Tensor>& leaves() const { return leaves_; }
+ private:
+  std::vector<at::Tensor> leaves_;
+  std::vector<RecipePtr> recipes_;
+  std::vector<size_t> first_;
+};
+
+}  // namespace tsmem

@@ -1,0 +1,28 @@
+#include "patterns/all.h"
+
+namespace tsmem {
+
+// z = a + b, z = a * b: z is made again where a and b are kept or made again themselves.
+static const std::set<std::string> kMadeAgain = {"batch_norm", "act",        "mul",        "add",        "dropout",
+                                                 "layer_norm", "group_norm", "max_pool2d", "cat",        "permute",
+                                                 "transpose",  "view",       "reshape",    "linear",     "contiguous"};
+
+Pattern add() {
+  return {.name = "add",
+          .algebra = "z = a + b",
+          .keeps = "before: z, where its user keeps it; after: what a and b are made from",
+          .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
+          .for_regions = true,
+          .rules = {{.match = "%z = add(%a, %b)", .rewrite = "%z = tsmem::add(%a, %b, 1)", .fed_by = kMadeAgain}}};
+}
+
+Pattern mul() {
+  return {.name = "mul",
+          .algebra = "z = a * b",
+          .keeps = "before: a, b, and z, where its user keeps it; after: what a and b are made from",
+          .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
+          .for_regions = true,
+          .rules = {{.match = "%z = mul(%a, %b)", .rewrite = "%z = tsmem::mul(%a, %b)", .fed_by = kMadeAgain}}};
+}
+
+}  // namespace tsmem

@@ -1,0 +1,17 @@
+#include "patterns/all.h"
+
+namespace tsmem {
+
+// z = act(x), smooth: z is made again from x.
+Pattern smooth_activation() {
+  return {.name = "smooth-activation",
+          .algebra = "z = act(x), smooth",
+          .keeps = "before: x, z; after: x or what it is made from",
+          .conditions = "silu, hardswish, gelu, elu, softplus, mish",
+          .for_regions = true,
+          .rules = {{.match = "%z = act(%x)",
+                     .rewrite = "%z = tsmem::act(%x, ACT)",
+                     .activations = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"}}}};
+}
+
+}  // namespace tsmem
