@@ -172,7 +172,11 @@ void apply(const NormArgs& a, NormRange r) {
         pack_bits(b.flags, a.mask + k.mask + j * k.mask_stride, k.length);
       }
     act_forward(y, k.n, a.act);
-    store(y, out, k.n);
+    if constexpr (std::is_same_v<T, A>) {
+      if (y != out) std::copy(y, y + k.n, out);
+    } else {
+      store(y, out, k.n);
+    }
   });
 }
 
