@@ -22,6 +22,7 @@ struct Linear : torch::autograd::Function<Linear> {
     keeper.add(weight.requires_grad() ? input : Tensor());
     keeper.add(input.requires_grad() ? weight : Tensor());
     keeper.save(ctx);
+    at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
     return at::linear(input, weight, bias);
   }
 

@@ -183,6 +183,8 @@ bool makes_fresh_tensor(const Node* n) {
 }
 
 bool only_reads(const Node* n) {
+  static const std::set<Symbol> questions = {prim::dtype, prim::device, prim::layout, prim::requires_grad};
+  if (questions.count(n->kind())) return true;
   const FunctionSchema* schema = n->maybeSchema();
   if (!schema || !n->blocks().empty() || !n->kind().is_aten()) return false;
   static const std::set<std::string> maybe_alias = {"dropout",

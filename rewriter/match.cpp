@@ -306,22 +306,74 @@ class Matcher {
   // An in-place operator becomes one that writes elsewhere: legal where nobody else sees its input afterwards.
   std::string overwrites(const Attempt& a, size_t i) { return overwritten_elsewhere(a.nodes[i]); }
 
-  std::string overwritten_elsewhere(Node* n) {
-    Value* v = n->input(0);
+  // Whether only branches, no loops, lie between a block and a node in it.
+  static bool in_branches_of(const Node* n, const Block* block) {
+    while (n->owningBlock() != block) {
+      n = n->owningBlock()->owningNode();
+      if (!n || n->kind() != prim::If) return false;
+    }
+    return true;
+  }
+
+  // The blocks around a node, outermost first.
+  static std::vector<const Block*> blocks_around(const Node* n) {
+    std::vector<const Block*> blocks;
+    for (const Block* b = n->owningBlock(); b; b = b->owningNode() ? b->owningNode()->owningBlock() : nullptr)
+      blocks.insert(blocks.begin(), b);
+    return blocks;
+  }
+
+  // Whether two nodes are in different branches of one If: at most one of them runs.
+  static bool exclusive(const Node* a, const Node* b) {
+    const auto x = blocks_around(a), y = blocks_around(b);
+    for (size_t i = 0; i < x.size() && i < y.size(); ++i)
+      if (x[i] != y[i])
+        return x[i]->owningNode() == y[i]->owningNode() && x[i]->owningNode()->kind() == prim::If;
+    return false;
+  }
+
+  // Whether `a` has run when `b` runs, each in whichever branches or loops.
+  static bool runs_before(const Node* a, const Node* b) {
+    const auto x = blocks_around(a), y = blocks_around(b);
+    size_t shared = 0;
+    while (shared < x.size() && shared < y.size() && x[shared] == y[shared]) ++shared;
+    const Node* in_x = shared < x.size() ? x[shared]->owningNode() : a;
+    const Node* in_y = shared < y.size() ? y[shared]->owningNode() : b;
+    return in_x->kind() != prim::Return && in_x != in_y && in_x->isBefore(in_y);
+  }
+
+  std::string overwritten_elsewhere(Node* n) { return seen_after(n->input(0), n, n); }
+
+  // Why the memory of v, which n overwrites, may be read by others when n has run; `user` is the one that leads to n.
+  std::string seen_after(Value* v, Node* user, Node* n) {
     Node* producer = v->node();
     auto op = ops_.find(producer);
     const bool chained = op != ops_.end() && op->second.in_place;
-    if (!chained && !makes_fresh_tensor(producer))
+    const bool branches = producer->kind() == prim::If;
+    if (!chained && !branches && !makes_fresh_tensor(producer))
       return fmt::format("{} overwrites a tensor that may be seen from elsewhere", name_of(n));
-    if (producer->owningBlock() != n->owningBlock())
-      return fmt::format("{} overwrites a tensor made outside its branch or loop", name_of(n));
+    if (!in_branches_of(n, producer->owningBlock()) && !exits_into(producer, n))
+      return fmt::format("{} overwrites a tensor made outside its loop", name_of(n));
     for (const Use& use : v->uses()) {
-      if (use.user == n) continue;
-      if (use.user->owningBlock() != n->owningBlock() || !use.user->isBefore(n) || !only_reads(use.user))
+      if (use.user == user || exclusive(use.user, n)) continue;
+      if (!runs_before(use.user, n) || !only_reads(use.user))
         return fmt::format("{} overwrites a tensor that {} uses too", name_of(n),
                            use.user->kind() == prim::Return ? "its caller" : name_of(use.user));
     }
-    return chained ? overwritten_elsewhere(producer) : "";
+    if (chained) return seen_after(producer->input(0), producer, n);
+    if (branches)
+      for (Block* b : producer->blocks())
+        if (auto reason = seen_after(b->outputs()[v->offset()], b->return_node(), n); !reason.empty()) return reason;
+    return "";
+  }
+
+  // Whether n follows an If that `inner` is in, with branches alone between them.
+  static bool exits_into(const Node* inner, const Node* n) {
+    for (const Node* p = inner; p; p = p->owningBlock()->owningNode()) {
+      if (p != inner && p->kind() != prim::If) return false;
+      if (in_branches_of(n, p->owningBlock())) return true;
+    }
+    return false;
   }
 
   // The new op reads all its inputs where the last matched node stood: nothing in between may write to them.
