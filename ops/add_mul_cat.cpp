@@ -2,7 +2,6 @@
 //
 // add and cat keep nothing, as stock's; a product keeps the factors that the other one's gradient needs, or what they
 // are made from.
-#include <ATen/WrapDimUtils.h>
 #include <torch/library.h>
 
 #include "recompute.h"
@@ -66,39 +65,6 @@ Tensor mul(const Tensor& a, const Tensor& b, bool recompute) {
   return out;
 }
 
-// Backward as derivatives.yaml has it: the parts of the gradient. Keeps pieces that may have no other user and would be
-// gone when the output's user asks for them: at most a quarter of what it would keep otherwise.
-struct Cat : torch::autograd::Function<Cat> {
-  static Tensor forward(AutogradContext* ctx, at::TensorList tensors, int64_t dim) {
-    ctx->set_materialize_grads(false);
-    const Tensor out = at::cat(tensors, dim);
-    std::vector<int64_t> sizes;
-    int64_t lost = 0;
-    for (const Tensor& t : tensors) {
-      sizes.push_back(t.size(dim));
-      if (!free_to_keep(t)) lost += t.numel();
-    }
-    Keeper keeper;
-    if (4 * lost <= out.numel())
-      for (const Tensor& t : tensors)
-        if (!free_to_keep(t)) keeper.add(t);
-    keeper.save(ctx);
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["sizes"] = sizes;
-    return out;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto sizes = ctx->saved_data["sizes"].toIntVector();
-    const int64_t dim = ctx->saved_data["dim"].toInt();
-    variable_list g(sizes.size() + 1);
-    if (!grads[0].defined()) return g;
-    int64_t at = 0;
-    for (size_t i = 0; i < sizes.size(); at += sizes[i++])
-      if (ctx->needs_input_grad(i)) g[i] = grads[0].narrow(dim, at, sizes[i]);
-    return g;
-  }
-};
-
 Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
   bool ours = recompute && at::GradMode::is_enabled() && !tensors.empty() && tensors[0].dim() > 0, grad = false;
   for (const Tensor& t : tensors) {
@@ -106,8 +72,7 @@ Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
     grad = grad || t.requires_grad();
   }
   if (!ours || !grad) return at::cat(tensors, dim);
-  dim = at::maybe_wrap_dim(dim, tensors[0].dim());
-  const Tensor out = Cat::apply(tensors, dim);
+  const Tensor out = at::cat(tensors, dim);
   offer(
       out, tensors.vec(), [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::cat(from, dim); },
       Pieces::yes);

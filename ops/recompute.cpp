@@ -31,6 +31,8 @@ namespace {
 constexpr int kLongestChain = 8;
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // What is known of a node's first output while the node lives.
 struct Known {
   std::weak_ptr<Node> node;
@@ -39,16 +41,29 @@ struct Known {
   bool kept = false;     // somebody keeps it for backward
 };
 
+// Sources that nobody else may keep, held until the output's user has asked for them: as long as the output lives.
+struct Held {
+  const Node* node;
+  WeakTensor output;
+  std::vector<Tensor> sources;
+};
+
 class Table {
  public:
   // f(known) under the lock; makes the entry where it is missing.
   template <class F>
   void update(const std::shared_ptr<Node>& node, F f) {
+    std::vector<Held> dropped;  // destroyed after the lock is given back: graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep();
     Known& known = entries_[node.get()];
     if (known.node.expired()) known = {node, nullptr};
     f(known);
+    drop([&](const Held& h) { return h.output.expired() || (known.kept && h.node == node.get()); }, dropped);
+  }
+  void hold(Held held) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.push_back(std::move(held));
   }
   std::optional<Known> find(const Node* node) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -63,8 +78,21 @@ class Table {
       it = it->second.node.expired() ? entries_.erase(it) : std::next(it);
     limit_ = 2 * entries_.size() + 1024;
   }
+  template <class F>
+  void drop(F wanted, std::vector<Held>& dropped) {
+    for (size_t i = 0; i < held_.size();) {
+      if (!wanted(held_[i])) {
+        ++i;
+        continue;
+      }
+      dropped.push_back(std::move(held_[i]));
+      if (i + 1 < held_.size()) held_[i] = std::move(held_.back());
+      held_.pop_back();
+    }
+  }
   std::mutex mutex_;
   std::unordered_map<const Node*, Known> entries_;
+  std::vector<Held> held_;
   size_t limit_ = 1024;
 };
 
@@ -191,6 +219,11 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     k.recipe = std::move(recipe);
     k.version = output._version();
   });
+  if (pieces == Pieces::no) return;
+  Held held{node.get(), WeakTensor(output.getIntrusivePtr()), {}};
+  for (const Tensor& t : operands)
+    if (t.defined() && !free_to_keep(t)) held.sources.push_back(t);
+  if (!held.sources.empty()) table().hold(std::move(held));
 }
 
 bool free_to_keep(const Tensor& t) {

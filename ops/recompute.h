@@ -26,7 +26,7 @@ enum class Pieces { no, yes };
 
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void. Pieces::yes: the output is the operands
-// put together (cat), so that keeping them instead of it never costs memory.
+// put together (cat), so that keeping them instead of it never costs memory; they are held while the output lives.
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, Pieces pieces = Pieces::no);
 
 // True where `t` would not be kept but made again, or somebody keeps it already.
