@@ -139,13 +139,15 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
 };
 
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
+  const bool reuse = only_ours(grad);
+  Tensor own = reuse ? grad : Tensor();
   switch (act.kind) {
     case ActKind::silu:
-      return at::silu_backward(grad, x);
+      return own.defined() ? at::silu_backward_out(own, grad, x) : at::silu_backward(grad, x);
     case ActKind::hardswish:
       return at::hardswish_backward(grad, x);
     case ActKind::gelu:
-      return at::gelu_backward(grad, x, "none");
+      return own.defined() ? at::gelu_backward_out(own, grad, x, "none") : at::gelu_backward(grad, x, "none");
     case ActKind::gelu_tanh:
       return at::gelu_backward(grad, x, "tanh");
     case ActKind::elu:

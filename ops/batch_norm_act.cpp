@@ -77,7 +77,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3])
       g = norm_backward({grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4],
-                         optional(kept[5]), optional(kept[6]), state[8] != 0, state[9] != 0},
+                         optional(kept[5]), optional(kept[6]), state[8] != 0, state[9] != 0, only_ours(grad)},
                         act, compute);
     if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
     if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
                      value_or_undefined(other)},
             [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
               return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
-                                spare[5] ? optional(from[5]) : OptTensor());
+                                spare[5] ? optional(from[5]) : spare[0] ? optional(from[0]) : OptTensor());
             });
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }

@@ -142,13 +142,13 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {
     using Norm = Tensor(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
                         double, double, bool, c10::string_view, at::ArrayRef<double>, bool);
-    using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool);
+    using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool);
     static const auto norm = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::batch_norm_act", "").typed<Norm>();
     static const auto max_pool =
         c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::max_pool2d", "").typed<MaxPool>();
     const Tensor z = norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled,
                                name, args, /*recompute=*/false);
-    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode);
+    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, /*recompute=*/false);
   }
   if (!usable) {
     const Tensor activated = stock_act(stock_norm(input, bn, cudnn_enabled), act);

@@ -30,6 +30,10 @@ bool needs_grad(const T&... t) {
 // right by construction.
 bool plain(const at::Tensor& x);
 
+// True where nobody but the caller holds t or its memory, and no gradient flows through it: it may be overwritten. Of a
+// gradient that a backward got: nobody has asked to keep it.
+bool only_ours(const at::Tensor& t);
+
 // True where an internal op of ours (tsmem::_…) has a kernel for x's device, and x one of the four dtypes: f32, f64,
 // bf16, f16.
 bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);

@@ -22,6 +22,7 @@ struct Linear : torch::autograd::Function<Linear> {
     keeper.add(weight.requires_grad() ? input : Tensor());
     keeper.add(input.requires_grad() ? weight : Tensor());
     keeper.save(ctx);
+    ctx->saved_data["bias"] = bias.has_value();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
     return at::linear(input, weight, bias);
   }
@@ -36,7 +37,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const Tensor input = kept[0];
       g[1] = rows.t().mm(input.reshape({-1, input.size(-1)}));
     }
-    if (ctx->needs_input_grad(2)) g[2] = rows.sum(0);
+    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) g[2] = rows.sum(0);
     if (ctx->needs_input_grad(0)) {
       const Tensor weight = kept[1];
       auto sizes = grad.sizes().vec();

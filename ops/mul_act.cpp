@@ -96,12 +96,12 @@ struct MulAct : torch::autograd::Function<MulAct> {
     std::vector<Tensor> g(2);
     {
       at::NoGradGuard no_grad;
-      if (wants[0] && ctx->needs_input_grad(0)) g[0] = at::mul(grad, kept[0]);
       if (wants[1] && ctx->needs_input_grad(1))
         g[1] =
             scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
                        data["scale_sizes"].toIntVector(), act)
                 .to(grad.scalar_type());
+      if (wants[0] && ctx->needs_input_grad(0)) g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
     }
     variable_list sources{grad};
     sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());

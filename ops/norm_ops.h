@@ -49,6 +49,7 @@ struct NormBackward {
   at::Tensor mean, invstd;
   OptTensor other, mask;
   bool training, channels_last;
+  bool overwrite_grad = false;  // grad's memory may be taken for a result
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 

@@ -222,13 +222,19 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
 
   // A smooth activation's derivative is dear: where no precision is lost, the first pass leaves the gradient before the
   // activation in memory that the second one has to write anyway.
+  // So it does where the first pass overwrites the gradient.
   NormArgs second = a;
+  bool from_first = a.grad_other && a.grad_other == a.grad;
   if (sums && want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
       sizeof(A) == b.grad.element_size()) {
     if (!a.grad_other) a.grad_other = a.out;
+    from_first = true;
+  }
+  if (from_first) {
     second.grad = a.grad_other;
     second.grad_other = nullptr;
     second.other = nullptr;
+    second.from_mask = false;
     second.act = {};
   }
 
@@ -326,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
                                                         const Tensor& mean, const Tensor& invstd,
                                                         const OptTensor& other, const OptTensor& mask, bool training,
                                                         bool channels_last, int64_t act, double act_a, double act_b,
-                                                        double act_c, std::array<bool, 4> want) {
+                                                        double act_c, std::array<bool, 4> want, bool overwrite) {
   const auto format = feature_format(grad_output.dim(), channels_last);
   const Tensor g = grad_output.contiguous(format);
   const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
@@ -339,8 +345,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
   if (bits.defined()) m.args.mask = const_cast<uint8_t*>(bits.const_data_ptr<uint8_t>());
   Tensor grads[4];
   const auto options = g.options().dtype(acc_type(g.scalar_type()));
+  // The gradient's own memory serves for one of the results.
+  const int reused = !overwrite || !g.is_same(grad_output) ? -1 : want[3] ? 3 : want[0] ? 0 : -1;
   for (int i : {0, 3})
-    if (want[i]) grads[i] = at::empty_like(g, g.options(), format);
+    if (want[i]) grads[i] = i == reused ? g : at::empty_like(g, g.options(), format);
   for (int i : {1, 2})
     if (want[i]) grads[i] = at::empty({m.args.channels}, options);
   if (want[0]) m.args.out = grads[0].mutable_data_ptr();
@@ -370,7 +378,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, con
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const OptTensor&, const OptTensor&,
                                                          const OptTensor&, const Tensor&, const Tensor&,
                                                          const OptTensor&, const OptTensor&, bool, bool channels_last,
-                                                         int64_t, double, double, double, std::array<bool, 4> want) {
+                                                         int64_t, double, double, double, std::array<bool, 4> want,
+                                                         bool) {
   const auto format = feature_format(g.dim(), channels_last);
   auto map = [&](bool wanted) { return wanted ? at::empty_symint(g.sym_sizes(), g.options(), format) : Tensor(); };
   auto vector = [&](bool wanted) {
@@ -628,9 +637,9 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "keep_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "_batch_norm_act_backward(Tensor grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "_batch_norm_act_backward(Tensor(a!) grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
-      "bool[4] want) "
+      "bool[4] want, bool overwrite_grad) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "

@@ -22,8 +22,8 @@ struct NormArgs {
   const void* x = nullptr;      // input
   const void* other = nullptr;  // residual, or null
   const void* grad = nullptr;   // gradient of the output
-  void* out = nullptr;          // output (forward; may be other), gradient of the input (backward; may be grad)
-  void* grad_other = nullptr;   // gradient of the pre-activation, or null
+  void* out = nullptr;          // output (forward; may be x or other), gradient of the input (backward; may be grad)
+  void* grad_other = nullptr;   // gradient of the pre-activation, or null; may be grad
   uint8_t* mask = nullptr;      // a bit an element (act_flags), or null; see mask_bytes()
   // pre = (x - mean) * scale + bias
   const void *mean = nullptr, *scale = nullptr, *bias = nullptr;

@@ -206,10 +206,10 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
     const A* g = grad_pre<T>(a, r, k, *x, b);
     if (a.grad_other) {
       T* out = static_cast<T*>(a.grad_other) + k.offset;
-      if constexpr (sizeof(T) == sizeof(A))
-        std::memcpy(out, g, k.n * sizeof(T));
-      else
+      if constexpr (sizeof(T) != sizeof(A))
         store(g, out, k.n);
+      else if (g != out)
+        std::memcpy(out, g, k.n * sizeof(T));
     }
     return g;
   };
@@ -260,9 +260,8 @@ template <class T>
 void grad(const NormArgs& a, NormRange r) {
   using A = typename Acc<T>::type;
   int64_t begin = r.o0 * a.channels;
-  const bool in_place = a.grad == a.out;  // the fused rows of a planar map end in a vector that overlaps the one before
   if constexpr (fusable<T>) {
-    const bool done = !(in_place && a.planar()) && with_fused(a, [&](auto act) {
+    const bool done = with_fused(a, [&](auto act) {
       if (a.planar() && a.tilt)
         fused_grad_planar<T, true>(a, r, act);
       else if (a.planar())

@@ -169,11 +169,14 @@ void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
       T* out = static_cast<T*>(a.out) + row * n;
       uint8_t* mask = a.mask ? a.mask + row * mask_stride : nullptr;
       const Vec m = all(floats(a.mean)[c]), s = all(floats(a.scale)[c]), b = all(floats(a.bias)[c]);
-      // The last vector overlaps the one before, if the row is long enough. out may be z, so its part is read first.
+      // The last vector overlaps the one before, if the row is long enough. out may be x or z: its part is read first.
       const bool part = n < kLanes;
       const int64_t from = part ? 0 : n - kLanes;
       Vec last = {};
-      if (z && n % kLanes) last = part ? load_part(z, n, 0) : load_vec(z + from);
+      if (n % kLanes) {
+        last = ((part ? load_part(x, n, 0) : load_vec(x + from)) - m) * s + b;
+        if (z) last += part ? load_part(z, n, 0) : load_vec(z + from);
+      }
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) {
         Vec p = (load_vec(x + i) - m) * s + b;
@@ -185,16 +188,14 @@ void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
         store_vec(act.forward(p), out + i);
       }
       if (i == n) continue;
-      Vec p = ((part ? load_part(x, n, 0) : load_vec(x + from)) - m) * s + b;
-      if (z) p += last;
       if (mask) {
-        const uint32_t kept = (1u << (n - i)) - 1, bits = (pack_lanes(act.flags(p)) >> (i - from)) & kept;
+        const uint32_t kept = (1u << (n - i)) - 1, bits = (pack_lanes(act.flags(last)) >> (i - from)) & kept;
         std::memcpy(mask + i / 8, &bits, (n - i + 7) / 8);
       }
       if (part)
-        store_part(act.forward(p), out, n);
+        store_part(act.forward(last), out, n);
       else
-        store_vec(act.forward(p), out + from);
+        store_vec(act.forward(last), out + from);
     }
 }
 
@@ -226,6 +227,8 @@ void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double
       const float mean = floats(a.mean)[r.c0 + c];
       const Vec m = all(mean), s = all(floats(a.scale)[r.c0 + c]), b = all(floats(a.bias)[r.c0 + c]);
       Vec s0 = load_vec(s_run.data + c * kLanes), q0 = load_vec(q_run.data + c * kLanes);
+      // The last vector overlaps the one before; z may be g, so it is read first.
+      const Vec last_g = n > kLanes && n % kLanes ? load_vec(g + n - kLanes) : Vec{};
       for (int64_t i = 0; i < n;) {
         const int64_t stop = i + kRowsPerFlush * kLanes < n ? i + kRowsPerFlush * kLanes : n;
         Vec s1 = {}, q1 = {};
@@ -244,7 +247,7 @@ void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double
           const bool last = i + kLanes > n, part = n < kLanes;
           const int64_t from = part ? 0 : last ? n - kLanes : i;
           const Vec d = (part ? load_part(x, n, mean) : load_vec(x + from)) - m;
-          Vec gp = fused_grad_pre(act, mask, from, n, d, s, b, part ? load_part(g, n, 0) : load_vec(g + from));
+          Vec gp = fused_grad_pre(act, mask, from, n, d, s, b, part ? load_part(g, n, 0) : last ? last_g : load_vec(g + from));
           if (z && part) store_part(gp, z, n);
           if (z && !part) store_vec(gp, z + from);
           if (last && !part) drop_first<float>(gp, overlap<float>(i, n));
@@ -287,12 +290,14 @@ void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
         const Vec d = v - m, gp = fused_grad_pre(act, mask, at, n, d, s, b, gv) * slope;
         return through_stats ? gp - (d * tilt + level) : gp;
       };
+      // The last vector overlaps the one before; out may be g, so it is read first.
+      const int64_t last = n - kLanes;
+      const Vec last_g = last > 0 && n % kLanes ? load_vec(g + last) : Vec{};
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) store_vec(one(i, load_vec(x + i), load_vec(g + i)), out + i);
       if (i == n) continue;
-      const int64_t last = n - kLanes;
       if (last >= 0)
-        store_vec(one(last, load_vec(x + last), load_vec(g + last)), out + last);
+        store_vec(one(last, load_vec(x + last), last_g), out + last);
       else
         store_part(one(0, load_part(x, n, 0), load_part(g, n, 0)), out, n);
     }
