@@ -1,0 +1,252 @@
+// A whole method call that keeps its arguments alone, and runs again in backward.
+//
+// tsmem::checkpoint(self, method, arguments) is self.method(*arguments). Without gradients it is just that. With them,
+// forward runs without grad mode and keeps the tensors among the arguments; backward runs the method again, with the
+// generator's state and the autocast state of forward, and differentiates that. Buffers (running statistics, counters)
+// change once, in forward: backward puts them back. Parameters are inputs of the autograd node, so that their gradients
+// flow and accumulate as usual.
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/library.h>
+
+#include <unordered_set>
+
+#include "common.h"
+
+namespace tsmem {
+namespace {
+
+using at::IValue;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void collect(const IValue& v, std::vector<Tensor>& tensors) {
+  if (v.isTensor()) {
+    if (v.toTensor().defined()) tensors.push_back(v.toTensor());
+  } else if (v.isTuple()) {
+    for (const IValue& e : v.toTupleRef().elements()) collect(e, tensors);
+  } else if (v.isList()) {
+    for (const IValue& e : v.toListRef()) collect(e, tensors);
+  } else if (v.isGenericDict()) {
+    for (const auto& entry : v.toGenericDict()) collect(entry.value(), tensors);
+  }
+}
+
+// v with its tensors, in the order of collect(), replaced.
+IValue replace(const IValue& v, const Tensor*& next) {
+  if (v.isTensor()) return v.toTensor().defined() ? IValue(*next++) : v;
+  if (v.isTuple()) {
+    std::vector<IValue> elements;
+    for (const IValue& e : v.toTupleRef().elements()) elements.push_back(replace(e, next));
+    auto type = v.toTupleRef().type<c10::TupleType>();
+    return type && type->schema() ? c10::ivalue::Tuple::createNamed(std::move(elements), type)
+                                  : c10::ivalue::Tuple::create(std::move(elements));
+  }
+  if (v.isList()) {
+    c10::impl::GenericList copy(v.toList().elementType());
+    for (const IValue& e : v.toListRef()) copy.push_back(replace(e, next));
+    return copy;
+  }
+  if (v.isGenericDict()) {
+    auto dict = v.toGenericDict();
+    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
+    for (const auto& entry : dict) copy.insert(entry.key(), replace(entry.value(), next));
+    return copy;
+  }
+  return v;
+}
+
+IValue call(const IValue& self, const std::string& method, const IValue& arguments) {
+  const auto object = self.toObject();
+  torch::jit::Stack stack{self};
+  for (const IValue& a : arguments.toTupleRef().elements()) stack.push_back(a);
+  object->type()->getMethod(method).run(stack);
+  return stack.back();
+}
+
+// Thread-local state that decides what a method computes.
+struct State {
+  std::vector<std::pair<at::Device, Tensor>> generators;
+  struct Autocast {
+    at::DeviceType device;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  std::vector<Autocast> autocast;
+  bool autocast_cache = true;
+
+  // CUDA's generators as far as the tensors lie there.
+  static State now(const std::vector<Tensor>& tensors) {
+    State s;
+    std::vector<at::Device> devices{at::kCPU};
+    for (const Tensor& t : tensors)
+      if (t.is_cuda() && std::find(devices.begin(), devices.end(), t.device()) == devices.end())
+        devices.push_back(t.device());
+    for (const at::Device& d : devices) {
+      at::Generator g = at::globalContext().defaultGenerator(d);
+      std::lock_guard<std::mutex> lock(g.mutex());
+      s.generators.emplace_back(d, g.get_state());
+    }
+    for (auto device : {at::kCPU, at::kCUDA})
+      s.autocast.push_back({device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
+    s.autocast_cache = at::autocast::is_autocast_cache_enabled();
+    return s;
+  }
+
+  void set() const {
+    for (const auto& [device, generator] : generators) {
+      at::Generator g = at::globalContext().defaultGenerator(device);
+      std::lock_guard<std::mutex> lock(g.mutex());
+      g.set_state(generator);
+    }
+    for (const Autocast& a : autocast) {
+      at::autocast::set_autocast_enabled(a.device, a.enabled);
+      at::autocast::set_autocast_dtype(a.device, a.dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(autocast_cache);
+  }
+};
+
+// Puts state and buffers back, also when an exception passes.
+struct Restore {
+  State before;
+  std::vector<std::pair<Tensor, Tensor>> buffers;  // a buffer and its copy
+  Restore(const std::vector<Tensor>& tensors, const std::vector<Tensor>& all_buffers) : before(State::now(tensors)) {
+    at::NoGradGuard no_grad;
+    for (const Tensor& b : all_buffers) buffers.emplace_back(b, b.detach().clone());
+  }
+  ~Restore() {
+    before.set();
+    at::NoGradGuard no_grad;
+    // Below the counter of versions: for everybody else nothing has changed.
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (auto& [buffer, copy] : buffers) buffer.copy_(copy);
+  }
+};
+
+struct Call : torch::CustomClassHolder {
+  IValue self, arguments;  // arguments: without their tensors
+  std::string method;
+  State state;
+  size_t tensors = 0;
+  std::vector<bool> differentiable;  // of the tensors in the result
+};
+
+// `arguments` with undefined tensors in place of its tensors: what is kept goes through save_for_backward.
+IValue skeleton(const IValue& arguments, size_t count) {
+  const std::vector<Tensor> none(count, at::empty({0}));
+  const Tensor* next = none.data();
+  return replace(arguments, next);
+}
+
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Call> what,
+                               const IValue& arguments, IValue* result) {
+    ctx->set_materialize_grads(false);
+    std::vector<uint32_t> versions;
+    for (size_t i = 0; i < what->tensors; ++i) versions.push_back(inputs[i].is_inference() ? 0 : inputs[i]._version());
+    *result = call(what->self, what->method, arguments);
+    for (size_t i = 0; i < what->tensors; ++i)
+      TORCH_CHECK(inputs[i].is_inference() || inputs[i]._version() == versions[i], "tsmem::checkpoint: the method ",
+                  what->method, " of ", what->self.type()->repr_str(),
+                  " overwrites one of its arguments, so that it can't be run again; rewrite the model without "
+                  "--checkpoint for this module");
+    variable_list outputs;
+    collect(*result, outputs);
+    variable_list fixed;
+    for (Tensor& t : outputs) {
+      // An output that is an input, or a view of one or of a parameter, gets memory of its own.
+      for (const Tensor& in : inputs)
+        if (t.has_storage() && in.has_storage() && t.is_alias_of(in)) t = t.clone();
+      what->differentiable.push_back(t.is_floating_point() || t.is_complex());
+      if (!what->differentiable.back()) fixed.push_back(t);
+    }
+    ctx->mark_non_differentiable(fixed);
+    ctx->save_for_backward(inputs.vec());
+    ctx->saved_data["call"] = IValue::make_capsule(what);
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto what = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const auto saved = ctx->get_saved_variables();
+    variable_list result(saved.size() + 3);
+    const bool create_graph = at::GradMode::is_enabled();
+    variable_list inputs, wanted;
+    std::vector<size_t> positions;
+    for (size_t i = 0; i < saved.size(); ++i) {
+      // Under create_graph the arguments stay in the graph, so that second derivatives reach them.
+      const bool own = i < what->tensors && !create_graph;
+      inputs.push_back(own ? saved[i].detach().set_requires_grad(saved[i].requires_grad()) : saved[i]);
+      if (saved[i].requires_grad() && ctx->needs_input_grad(i)) {
+        wanted.push_back(inputs.back());
+        positions.push_back(i);
+      }
+    }
+    variable_list outputs, cotangents;
+    {
+      const Restore restore(saved, buffers_of(what->self));
+      what->state.set();
+      at::AutoGradMode grad_mode(true);
+      const Tensor* next = inputs.data();
+      variable_list all;
+      collect(call(what->self, what->method, replace(what->arguments, next)), all);
+      TORCH_CHECK(all.size() == grads.size(), "tsmem::checkpoint: the method ", what->method, " returned ", all.size(),
+                  " tensors when it was run again, and ", grads.size(), " before");
+      for (size_t i = 0; i < all.size(); ++i)
+        if (grads[i].defined() && all[i].requires_grad()) {
+          outputs.push_back(all[i]);
+          cotangents.push_back(grads[i]);
+        }
+    }
+    if (outputs.empty() || wanted.empty()) return result;
+    const auto found = torch::autograd::grad(outputs, wanted, cotangents, /*retain_graph=*/create_graph, create_graph,
+                                             /*allow_unused=*/true);
+    for (size_t i = 0; i < found.size(); ++i) result[positions[i]] = found[i];
+    return result;
+  }
+
+  static std::vector<Tensor> buffers_of(const IValue& self) {
+    std::vector<Tensor> buffers;
+    for (const Tensor& b : torch::jit::Module(self.toObject()).buffers())
+      if (b.defined()) buffers.push_back(b);
+    return buffers;
+  }
+};
+
+IValue checkpoint(const IValue& self, const std::string& method, const IValue& arguments) {
+  TORCH_CHECK(self.isModule(), "tsmem::checkpoint: self is no module");
+  std::vector<Tensor> inputs;
+  collect(arguments, inputs);
+  auto what = c10::make_intrusive<Call>();
+  what->tensors = inputs.size();
+  bool grad = false;
+  if (at::GradMode::is_enabled()) {
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const Tensor& p : torch::jit::Module(self.toObject()).parameters())
+      if (p.defined() && seen.insert(p.unsafeGetTensorImpl()).second) inputs.push_back(p);
+    for (const Tensor& t : inputs) grad |= t.requires_grad();
+  }
+  if (!grad) return call(self, method, arguments);
+  what->self = self;
+  what->method = method;
+  what->arguments = skeleton(arguments, what->tensors);
+  what->state = State::now(inputs);
+  IValue result;
+  const variable_list outputs = Checkpoint::apply(at::TensorList(inputs), what, arguments, &result);
+  const Tensor* next = outputs.data();
+  return replace(result, next);
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  // Runs any code: TorchScript must neither merge nor drop nor move calls.
+  m.def(torch::schema("checkpoint(Any self, str method, Any arguments) -> Any", c10::AliasAnalysisKind::CONSERVATIVE),
+        [](const IValue& self, const std::string& method, const IValue& arguments) {
+          return checkpoint(self, method, arguments);
+        });
+}
+
+}  // namespace
+}  // namespace tsmem
