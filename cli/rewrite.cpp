@@ -23,7 +23,7 @@ using nlohmann::json;
 
 struct Options {
   std::string model, output, level = "regions", budget, inputs_file, amp, device = "cpu", batch_sizes, fit, json_file;
-  std::vector<std::string> inputs, checkpoint;
+  std::vector<std::string> inputs;
   int optimizer_states = 0;
   RewriteOptions rewrite;
   bool estimate = false, undo = false, explain = false, dry_run = false, force = false;
@@ -37,7 +37,7 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
       if (given(name)) throw Error(kUsage, std::string("--level ops and ") + name + " exclude each other.");
   std::string what;
   if (o.level == "plan") what = "--level plan";
-  for (auto name : {"--budget", "--checkpoint", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
+  for (auto name : {"--budget", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
     if (what.empty() && given(name)) what = name;
   if (!what.empty())
     throw Error(kUsage, "This version of tsmem does not have " + what +
@@ -46,7 +46,7 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
   if (!o.undo) return;
-  for (auto name : {"--only", "--skip", "--module", "--freeze", "--train", "--method", "--explain"})
+  for (auto name : {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain"})
     if (app.get_option(name)->count() > 0)
       throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
 }
@@ -68,6 +68,7 @@ void check_files(const Options& o) {
 json options_json(const Options& o) {
   auto& r = o.rewrite;
   return {{"level", o.level},   {"only", r.only},   {"skip", r.skip},    {"module", r.module_globs},
+          {"checkpoint", r.checkpoint},
           {"freeze", r.freeze}, {"train", r.train}, {"method", r.method}};
 }
 
@@ -222,7 +223,10 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
     if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
-    if (!o.undo && report.matches.empty()) print("No pattern matches this model, so there is nothing to rewrite.\n");
+    size_t checkpoints = std::count_if(report.regions.begin(), report.regions.end(),
+                                       [](const Region& r) { return r.kept == std::vector<std::string>{"its arguments"}; });
+    if (checkpoints) print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
+    if (!o.undo && report.matches.empty() && !checkpoints) print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
   if (o.explain && !json_on_stdout) {
     if (!common.quiet) print("\n");
@@ -233,7 +237,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     print("Nothing was written (--dry-run).\n");
   else if (o.undo)
     print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else if (report.matches.empty())
+  else if (report.matches.empty() && report.regions.empty())
     print("Written unchanged: " + o.output + "\n");
   else
     print("Written: " + o.output + "\n");
@@ -259,6 +263,8 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   many("--skip", o->rewrite.skip, "Do not use this pattern; repeatable", "NAME");
   many("--module", o->rewrite.module_globs, "Rewrite inside these modules only, such as 'layer3.*'; repeatable",
        "GLOB");
+  many("--checkpoint", o->rewrite.checkpoint,
+       "Keep nothing inside these modules: they run again in backward, such as 'layer3.*'; repeatable", "GLOB");
   many("--freeze", o->rewrite.freeze, "Clear requires_grad of these parameters; repeatable", "GLOB");
   many("--train", o->rewrite.train, "Set requires_grad of these parameters; repeatable", "GLOB");
   app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")
@@ -271,7 +277,6 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("--json", o->json_file, "Write a report; '-' for standard output")->type_name("FILE");
   const std::string later = "Not in this version";
   app.add_option("--budget", o->budget, "Peak bytes of activations. " + later)->type_name("SIZE")->group(later);
-  many("--checkpoint", o->checkpoint, "Wrap these modules whole. Not in this version", "GLOB")->group(later);
   app.add_option("--amp", o->amp, "Run forward under autocast. " + later)
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->group(later);

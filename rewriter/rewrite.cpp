@@ -214,12 +214,124 @@ Module submodule(Module m, const std::string& path) {
   return m;
 }
 
+// The modules that --checkpoint names, without those inside others.
+std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes, const std::vector<std::string>& globs) {
+  std::set<std::string> found;
+  for (const std::string& glob : globs) {
+    bool any = false;
+    for (const ModuleClass& c : classes)
+      for (const std::string& path : c.paths)
+        if (!path.empty() && glob_match(glob, path)) {
+          found.insert(path);
+          any = true;
+        }
+    if (!any) throw Error(kUsage, fmt::format("no module matches --checkpoint '{}'; 'tsmem inspect' lists them", glob));
+  }
+  std::set<std::string> outermost;
+  for (const std::string& path : found) {
+    bool inside = false;
+    for (size_t dot = path.rfind('.'); dot != std::string::npos && dot > 0; dot = path.rfind('.', dot - 1))
+      inside |= found.count(path.substr(0, dot)) > 0;
+    if (!inside) outermost.insert(path);
+  }
+  return outermost;
+}
+
+// Whether the module at `inner` is checkpointed in every instance of a class. A class has one body for all of them.
+bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClass& c, const std::string& inner) {
+  std::string in, out;
+  for (const std::string& path : c.paths)
+    (checkpointed.count(join_path(path, inner)) ? in : out) = join_path(path, inner);
+  if (!in.empty() && !out.empty())
+    throw Error(kUsage, fmt::format("--checkpoint names {} but not {}, which is called by the same code: name both or "
+                                    "neither",
+                                    in, out));
+  return !in.empty();
+}
+
+// Whether a value is, or may be a view of, an argument of the graph other than self.
+bool is_argument(const Value* v, std::unordered_set<const Value*>& seen) {
+  if (!seen.insert(v).second) return false;
+  const Node* n = v->node();
+  if (n->kind() == prim::Param) {
+    if (n->owningBlock()->owningNode() == nullptr) return v->offset() > 0;
+    return false;  // of a loop: reached by its initial value below
+  }
+  if (n->kind() == prim::If) {
+    for (const Block* b : n->blocks())
+      if (is_argument(b->outputs()[v->offset()], seen)) return true;
+    return false;
+  }
+  if (n->kind() == prim::Loop) return is_argument(n->inputs()[v->offset() + 2], seen);
+  const FunctionSchema* schema = n->maybeSchema();
+  if (!schema || n->inputs().empty()) return false;
+  const auto& returned = schema->returns();
+  const bool alias = v->offset() < returned.size() && returned[v->offset()].alias_info();
+  return alias && is_argument(n->input(0), seen);
+}
+
+// Why a method can't be run again; empty where it can. tsmem::checkpoint checks at run time what can't be seen here.
+std::string runs_once(const Graph& method) {
+  Scopes scopes;
+  const View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+  std::function<std::string(Block*)> why = [&](Block* b) -> std::string {
+    for (Node* n : b->nodes()) {
+      if (n->kind() == prim::SetAttr) return "sets attributes";
+      const FunctionSchema* schema = n->maybeSchema();
+      if (schema && schema->is_mutable())
+        for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
+          const auto* alias = schema->arguments()[k].alias_info();
+          std::unordered_set<const Value*> seen;
+          if (alias && alias->isWrite() && is_argument(n->input(k), seen))
+            return fmt::format("overwrites its argument ({})", n->kind().toQualString());
+        }
+      for (Block* inner : n->blocks())
+        if (auto reason = why(inner); !reason.empty()) return reason;
+    }
+    return "";
+  };
+  return why(view.graph->block());
+}
+
+// Calls of checkpointed modules become tsmem::checkpoint; returns their places: (relative path, method).
+std::vector<std::pair<std::string, std::string>> checkpoint_calls(
+    Block* block, const std::string& outer, const std::function<bool(const std::string&)>& checkpointed) {
+  std::vector<std::pair<std::string, std::string>> places;
+  for (auto it = block->nodes().begin(); it != block->nodes().end();) {
+    Node* n = *it++;
+    for (Block* inner : n->blocks())
+      for (auto& place : checkpoint_calls(inner, outer, checkpointed)) places.push_back(place);
+    if (n->kind() != prim::CallMethod) continue;
+    const auto path = attribute_path(n->input(0));
+    if (!path || path->empty() || !checkpointed(*path)) continue;
+    if (auto body = callee(n))
+      if (const std::string why = runs_once(*body); !why.empty())
+        throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again", join_path(outer, *path),
+                                        n->s(attr::name), why));
+    Graph& g = *n->owningGraph();
+    WithInsertPoint here(n);
+    Value* arguments = g.insertNode(g.createTuple(n->inputs().slice(1)))->output();
+    Node* call = g.insertNode(g.create(Symbol::fromQualString("tsmem::checkpoint"),
+                                       {n->input(0), g.insertConstant(n->s(attr::name)), arguments}, 1));
+    call->setSourceRange(n->sourceRange());
+    call->output()->setType(AnyType::get());
+    Value* cast = g.insertNode(g.create(prim::unchecked_cast, {call->output()}, 1))->output();
+    cast->setType(n->output()->type());
+    if (n->output()->hasDebugName()) cast->setDebugName(n->output()->debugNameBase());
+    n->output()->replaceAllUsesWith(cast);
+    places.emplace_back(*path, n->s(attr::name));
+    n->destroy();
+  }
+  return places;
+}
+
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
   MatchResult matched;                                       // in the whole view
   std::vector<Found> found;                                  // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;  // pattern, reason
   std::shared_ptr<Graph> body;                               // rewritten; null where nothing was found
+  std::vector<std::pair<std::string, std::string>> checkpoints;  // (module, method) of the calls in it that run again
 };
 
 // Every (module path, method) that runs when `methods` of the root are called, with the rewritten bodies: a method
@@ -243,6 +355,8 @@ std::set<std::pair<std::string, std::string>> running_methods(const Module& root
       }
     };
     if (body) walk(body->block());
+    if (it != results.end())
+      for (const auto& [inner, name] : it->second.checkpoints) visit(join_path(path, inner), name);
   };
   for (const std::string& m : methods) visit("", m);
   return seen;
@@ -274,6 +388,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
     if (!any) throw Error(kUsage, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
   }
+  const std::set<std::string> checkpointed = checkpointed_paths(classes, options.checkpoint);
   std::set<Method> in_autocast;
   for (const ModuleClass& c : classes)
     for (Function* f : c.type->methods())
@@ -319,7 +434,10 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
-      const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
+      // Nothing is matched across the border of a module that runs again as a whole.
+      const View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
+        return checkpointed.empty() || !s->of_module || s->path.empty() || !is_checkpointed(checkpointed, c, s->path);
+      });
       Result& result = results[method];
       result.matched = find_matches(view, patterns, attributes);
     }
@@ -376,10 +494,15 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       // Without the matches that were left out, fewer calls are inlined, and some of the others belong to their own
       // methods again.
       for (const Found* found : matches_of_method(kept, callee_has)) result.found.push_back(*found);
-      if (result.found.empty()) continue;
       std::vector<const Found*> chosen;
       for (const Found& found : result.found) chosen.push_back(&found);
-      result.body = apply_matches(*function_graph(f), scopes, chosen, options.level == Level::regions);
+      if (!chosen.empty())
+        result.body = apply_matches(*function_graph(f), scopes, chosen, options.level == Level::regions);
+      if (checkpointed.empty()) continue;
+      auto body = result.body ? result.body : function_graph(f)->copy();
+      result.checkpoints = checkpoint_calls(
+          body->block(), c.paths.front(), [&](const std::string& path) { return is_checkpointed(checkpointed, c, path); });
+      if (!result.checkpoints.empty()) result.body = body;
     }
   }
 
@@ -392,6 +515,8 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const auto& [path, method] : running_methods(module, entries, results)) {
     auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
+    for (const auto& [inner, name] : it->second.checkpoints)
+      report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}});
     Region region{path, method, {}, {}};
     for (const Found& found : it->second.found) {
       Match m{found.pattern->name, path, method, {}, false, ""};

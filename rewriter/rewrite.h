@@ -15,6 +15,7 @@ struct RewriteOptions {
   Level level = Level::ops;
   std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
+  std::vector<std::string> checkpoint;     // modules that keep their arguments alone and run again in backward
   std::vector<std::string> freeze, train;  // parameter globs whose requires_grad is cleared or set
   std::string method;                      // empty: every method of every module; else this one and all that it calls
 };
@@ -30,7 +31,7 @@ struct Refusal {
   std::string pattern, module, reason;
 };
 
-// The outputs in one method that backward makes again, and those that it makes them from, as Match::nodes are written.
+// Modules of --checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that backward makes again, and those that it makes them from, as Match::nodes are written.
 struct Region {
   std::string module, method;
   std::vector<std::string> kept, recomputed;
@@ -44,7 +45,7 @@ struct RewriteReport {
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
 // restored first. With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that
-// matches nothing.
+// matches nothing, and a module that can't be run again.
 RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options, bool dry_run = false);
 
 // Puts the original methods back and removes all `_tsmem_*` ones. False where there were none. Weights stay as they
