@@ -2,7 +2,8 @@
 // bits of the noise are smaller than the state (5 KB on the CPU), it keeps those.
 //
 // The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without
-// training, with p 0 or 1 and on empty tensors the stock ops draw nothing, and are called as they are.
+// training and on empty tensors the stock ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
+// either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
 #include "recompute.h"
 
 namespace tsmem {
@@ -139,7 +140,7 @@ Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
 
 // The generator's state is kept on the CPU only, and for real tensors only.
 template <Kind kind>
-Tensor dropout(const Tensor& input, double p, bool train, bool recompute) {
+Tensor run(const Tensor& input, double p, bool train, bool recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() &&
                     !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
@@ -159,16 +160,24 @@ Tensor dropout(const Tensor& input, double p, bool train, bool recompute) {
   return out;
 }
 
+Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, bool recompute) {
+  if (draws && train && (p == 0 || p == 1) && needs_grad(input) && input.numel() > 0)
+    at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return run<Kind::plain>(input, p, train, recompute);
+}
+
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random), TORCH_FN(dropout<Kind::plain>));
+  m.def(torch::schema(
+            "dropout(Tensor input, float p, bool train, bool draws=False, bool recompute=False) -> Tensor", random),
+        TORCH_FN(run_dropout));
   m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
-        TORCH_FN(dropout<Kind::feature>));
+        TORCH_FN(run<Kind::feature>));
   m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
-        TORCH_FN(dropout<Kind::alpha>));
+        TORCH_FN(run<Kind::alpha>));
   m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
-        TORCH_FN(dropout<Kind::feature_alpha>));
+        TORCH_FN(run<Kind::feature_alpha>));
 }
 
 }  // namespace

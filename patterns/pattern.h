@@ -6,7 +6,7 @@
 // Every spelling of an operator has one canonical form there (rewriter/canonical.h): `act` is any activation, in place
 // or not; `add` and `mul` match their operands in either order; other names are aten's, matched with all their
 // arguments in order. `rewrite` is IR too, each line put where the line of `match` with the same first output stood.
-// ACT stands for the matched activation's name and arguments; constants and lists of constants are written as they are.
+// ACT stands for the matched activation's name and arguments, DRAWS for what rewriter/autodiff.h says; constants and lists of constants are written as they are.
 #pragma once
 #include <set>
 #include <string>

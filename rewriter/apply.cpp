@@ -86,6 +86,8 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       std::vector<Value*> elements;
       for (double x : f.act_args) elements.push_back(g.insertConstant(x));
       arguments.push_back(g.insertNode(g.createList(FloatType::get(), elements))->output());
+    } else if (a == "DRAWS") {
+      arguments.push_back(g.insertConstant(f.draws));
     } else {
       arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
     }

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "rewriter/apply.h"
+#include "rewriter/autodiff.h"
 #include "rewriter/error.h"
 #include "rewriter/text.h"
 
@@ -406,6 +407,12 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     return false;
   };
 
+  // As the model's own entry points see them; a method that is called otherwise too keeps their answer.
+  std::unordered_set<const Node*> differentiated;
+  for (const auto& m : module.get_methods())
+    if (GraphFunction* f = graph_function(&m.function()); f && !starts_with(m.name(), kPrefix))
+      differentiated.merge(differentiated_dropouts(*f->graph()));
+
   Scopes scopes;
   std::map<Method, Result> results;
   std::map<const c10::ClassType*, std::set<std::pair<const Rule*, std::vector<Node*>>>> known;  // see callee_has
@@ -440,6 +447,8 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       });
       Result& result = results[method];
       result.matched = find_matches(view, patterns, attributes);
+      for (Found& found : result.matched.found)
+        for (const Place& p : found.nodes) found.draws |= differentiated.count(p.node) > 0;
     }
   }
   // A method called by a scope has a match where its own view has one of the same nodes by the same rule.

@@ -1,0 +1,14 @@
+// What TorchScript's own differentiation does to a model, as far as its results can be seen from outside.
+#pragma once
+#include <unordered_set>
+
+#include "rewriter/view.h"
+
+namespace tsmem {
+
+// The aten::dropout nodes, in the graphs that define them, that TorchScript differentiates by itself when `method` runs
+// with gradients for the third time or later: those with a differentiable operator beside them. They draw random
+// numbers with p = 0 and p = 1 too, where the operator alone draws none.
+std::unordered_set<const Node*> differentiated_dropouts(const Graph& method);
+
+}  // namespace tsmem
