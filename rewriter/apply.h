@@ -12,7 +12,7 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
 // Whether an op of ours ("tsmem::add") can offer its output to be made again: its last argument is `recompute`.
 bool offers_recompute(const std::string& op);
 
-// Whether a method of a module class has a match of the same nodes in its own view.
+// Whether a method of a module class has the same match of the same nodes in its own view.
 using HasMatch = std::function<bool(const c10::ClassType*, const std::string& method, const Found&)>;
 
 // Those of `found`, all matches in a method's view, that are to be applied in this method: all that no callee's own

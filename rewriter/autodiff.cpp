@@ -17,24 +17,24 @@ static void each_dropout(Block* block, const std::function<void(Node*)>& f) {
   }
 }
 
-std::unordered_set<const Node*> differentiated_dropouts(const Graph& method) {
-  Scopes scopes;
-  View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   std::vector<const Node*> sources;
-  // A probability of its own tells each node in the graphs that the passes make.
-  const auto probability = [](size_t i) { return 0.25 + static_cast<double>(i) * 0x1p-30; };
-  each_dropout(view.graph->block(), [&](Node* n) {
-    WithInsertPoint here(n);
-    n->replaceInput(1, view.graph->insertConstant(probability(sources.size())));
-    sources.push_back(view.places.at(n).node);
-  });
+  each_dropout(view.graph->block(), [&](Node* n) { sources.push_back(n); });
   std::unordered_set<const Node*> found;
   if (sources.empty()) return found;
+  auto graph = view.graph->copy();
+  // A probability of its own tells each node in the graphs that the passes make.
+  const auto probability = [](size_t i) { return 0.25 + static_cast<double>(i) * 0x1p-30; };
+  size_t count = 0;
+  each_dropout(graph->block(), [&](Node* n) {
+    WithInsertPoint here(n);
+    n->replaceInput(1, graph->insertConstant(probability(count++)));
+  });
   // As the profiling executor does before it looks for what to differentiate.
-  ConstantPropagation(view.graph);
-  PeepholeOptimize(view.graph);
-  EliminateDeadCode(view.graph);
-  for (Node* group : CreateAutodiffSubgraphs(view.graph, /*threshold=*/2))
+  ConstantPropagation(graph);
+  PeepholeOptimize(graph);
+  EliminateDeadCode(graph);
+  for (Node* group : CreateAutodiffSubgraphs(graph, /*threshold=*/2))
     each_dropout(group->g(attr::Subgraph)->block(), [&](Node* n) {
       Value* p = n->input(1);
       if (p->node()->kind() == prim::Param) p = group->input(p->offset());

@@ -6,9 +6,9 @@
 
 namespace tsmem {
 
-// The aten::dropout nodes, in the graphs that define them, that TorchScript differentiates by itself when `method` runs
-// with gradients for the third time or later: those with a differentiable operator beside them. They draw random
-// numbers with p = 0 and p = 1 too, where the operator alone draws none.
-std::unordered_set<const Node*> differentiated_dropouts(const Graph& method);
+// The aten::dropout nodes of a method's view that TorchScript differentiates by itself when the method runs with
+// gradients for the third time or later: those with a differentiable operator beside them. They draw random numbers
+// with p = 0 and p = 1 too, where the operator alone draws none.
+std::unordered_set<const Node*> differentiated_dropouts(const View& view);
 
 }  // namespace tsmem

@@ -407,15 +407,9 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     return false;
   };
 
-  // As the model's own entry points see them; a method that is called otherwise too keeps their answer.
-  std::unordered_set<const Node*> differentiated;
-  for (const auto& m : module.get_methods())
-    if (GraphFunction* f = graph_function(&m.function()); f && !starts_with(m.name(), kPrefix))
-      differentiated.merge(differentiated_dropouts(*f->graph()));
-
   Scopes scopes;
   std::map<Method, Result> results;
-  std::map<const c10::ClassType*, std::set<std::pair<const Rule*, std::vector<Node*>>>> known;  // see callee_has
+  std::map<const c10::ClassType*, std::set<std::tuple<const Rule*, std::vector<Node*>, bool>>> known;  // see callee_has
   const auto nodes_of = [](const Found& f) {
     std::vector<Node*> nodes;
     for (const Place& p : f.nodes) nodes.push_back(p.node);
@@ -447,8 +441,9 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       });
       Result& result = results[method];
       result.matched = find_matches(view, patterns, attributes);
+      const auto differentiated = differentiated_dropouts(view);
       for (Found& found : result.matched.found)
-        for (const Place& p : found.nodes) found.draws |= differentiated.count(p.node) > 0;
+        for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
     }
   }
   // A method called by a scope has a match where its own view has one of the same nodes by the same rule.
@@ -459,8 +454,8 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     if (set.empty())
       for (auto& [method, result] : results)
         if (method.first == type)
-          for (const Found& g : result.matched.found) set.insert({g.rule, nodes_of(g)});
-    return set.count({f.rule, nodes_of(f)}) > 0;
+          for (const Found& g : result.matched.found) set.insert({g.rule, nodes_of(g), g.draws});
+    return set.count({f.rule, nodes_of(f), f.draws}) > 0;
   };
   for (const ModuleClass& c : classes) {
     for (Function* f : c.type->methods()) {
