@@ -180,7 +180,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "bool transposed, int[] output_padding, int groups, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] "
       "act_args, "
-      "bool recompute) -> Tensor",
+      "bool recompute_conv) -> Tensor",
       TORCH_FN(conv_batch_norm_act));
 }
 

@@ -92,7 +92,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
     }
   }
-  if (recompute && offers_recompute(line.op)) arguments.push_back(g.insertConstant(true));
+  if (offers_recompute(line.op)) arguments.push_back(g.insertConstant(recompute));
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())

@@ -262,6 +262,13 @@ class Matcher {
       found.nodes.push_back(view_.places.at(a.nodes[i]));
       found.scope = i == 0 ? found.nodes[0].scope : common_scope(found.scope, found.nodes[i].scope);
     }
+    for (const auto& [name, v] : a.bound) {
+      auto place = view_.places.find(v->node());
+      const bool inner = std::find(a.nodes.begin(), a.nodes.end(), v->node()) != a.nodes.end();
+      if (!inner && place != view_.places.end() && v->node()->kind() != prim::GetAttr && !toIValue(v) &&
+          v->type()->isSubtypeOf(*TensorType::get()))
+        found.sources.push_back(place->second);
+    }
     result_.found.push_back(std::move(found));
   }
 

@@ -25,6 +25,7 @@ struct Found {
   std::string act;                        // of the matched activation
   std::vector<double> act_args;
   const Scope* scope;  // innermost that holds all nodes
+  std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
   bool draws = false;  // a dropout that TorchScript differentiates by itself (autodiff.h)
 };
 

@@ -515,6 +515,12 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const auto& m : module.get_methods())
     if (!starts_with(m.name(), kPrefix) && (options.method.empty() || m.name() == options.method))
       entries.push_back(m.name());
+  std::unordered_set<const Node*> again;  // nodes whose output is made again
+  for (const auto& [method, result] : results)
+    for (const Found& found : result.found)
+      for (const Line& line : parse_lines(found.rule->rewrite))
+        if (offers_recompute(line.op))
+          for (const Place& p : found.nodes) again.insert(p.node);
   std::set<std::tuple<std::string, std::string, std::string>> refused;
   for (const auto& [path, method] : running_methods(module, entries, results)) {
     auto it = results.find({submodule(module, path).type().get(), method});
@@ -522,6 +528,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     for (const auto& [inner, name] : it->second.checkpoints)
       report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}});
     Region region{path, method, {}, {}};
+    std::set<std::pair<const Scope*, const Node*>> known_kept;
     for (const Found& found : it->second.found) {
       Match m{found.pattern->name, path, method, {}, false, ""};
       for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
@@ -529,9 +536,10 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
         m.op += (m.op.empty() ? "" : " + ") + line.op;
         m.recomputed |= options.level == Level::regions && offers_recompute(line.op);
       }
-      if (options.level == Level::regions) {
-        auto& list = m.recomputed ? region.recomputed : region.kept;
-        list.push_back(m.nodes.back());
+      if (m.recomputed) {
+        region.recomputed.push_back(m.nodes.back());
+        for (const Place& p : found.sources)
+          if (!again.count(p.node) && known_kept.insert({p.scope, p.node}).second) region.kept.push_back(place_name(p));
       }
       report.matches.push_back(std::move(m));
     }

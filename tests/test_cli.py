@@ -84,13 +84,36 @@ def test_rewrite_json(model, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == {"tool", "version", "input", "output", "matches", "refused", "regions", "predicted"}
-    assert report["tool"] == "tsmem" and report["regions"] == [] and report["predicted"] is None
+    assert report["tool"] == "tsmem" and report["predicted"] is None
     assert report["input"] == str(model) and report["output"] == str(tmp_path / "out.pt")
     assert report["matches"]
     for match in report["matches"]:
         assert set(match) == {"pattern", "module", "method", "nodes", "op"}
         assert match["nodes"] and "tsmem::" in match["op"]
     assert {"block1", "block2"} <= {match["module"].split(".")[0] for match in report["matches"]}
+    assert {"module": "block1", "method": "forward", "kept": ["conv: aten::conv2d"], "recomputed": ["relu: aten::relu_"]} in report["regions"]
+
+
+def test_level_ops_has_no_regions(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--level", "ops", "--input", SPEC, "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["matches"] and report["regions"] == []
+    assert not {"linear", "cat", "add", "mul", "layer-norm"} & {match["pattern"] for match in report["matches"]}
+
+
+def test_checkpoint(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--checkpoint", "block*", "--input", SPEC, "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    regions = json.loads((tmp_path / "report.json").read_text())["regions"]
+    assert {"module": "block1", "method": "forward", "kept": ["its arguments"], "recomputed": ["all of forward"]} in regions
+    assert "module calls keep their arguments alone" in done.stdout
+    assert run("rewrite", tmp_path / "out.pt", "-o", tmp_path / "back.pt", "--restore").returncode == 0
+    assert run("diff", model, tmp_path / "back.pt").returncode == 0
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "nothing.*", says=["--checkpoint 'nothing.*'"])
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "block1.relu", says=["name both or neither"])
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "*.relu", says=["block1.relu", "overwrites its argument"])
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--restore", "--checkpoint", "block1", says=["exclude each other"])
 
 
 def test_rewrite_json_on_stdout_is_json_alone(model):
@@ -170,7 +193,7 @@ def test_extra_files_are_carried_over(tmp_path):
         assert extra_file(tmp_path / out, "deep/config.json") == b"{}"
         assert extra_file(tmp_path / out, "bytes.bin") == b"\x00\xff\x00"
     about = json.loads(extra_file(tmp_path / "mem.pt", "tsmem.json"))
-    assert about["tool"] == "tsmem" and about["matches"] and about["options"]["level"] == "ops"
+    assert about["tool"] == "tsmem" and about["matches"] and about["options"]["level"] == "regions"
 
 
 def test_mode_bits_are_a_new_files(model, tmp_path):
@@ -338,10 +361,8 @@ def test_completion_knows_every_option():
 @pytest.mark.parametrize(
     "options",
     [
-        ["--level", "regions"],
         ["--level", "plan"],
         ["--budget", "2GiB"],
-        ["--checkpoint", "block1"],
         ["--amp", "bf16"],
         ["--estimate"],
         ["--batch-sizes", "32,64"],
@@ -351,7 +372,7 @@ def test_completion_knows_every_option():
 )
 def test_missing_levels_say_so(model, tmp_path, options):
     assert options[0] in run("rewrite", "--help").stdout
-    fails(2, "rewrite", model, "-o", tmp_path / "out.pt", *options, says=["This version", options[0], "--level ops"])
+    fails(2, "rewrite", model, "-o", tmp_path / "out.pt", *options, says=["This version", options[0], "--level regions"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -139,7 +139,7 @@ def test_the_same_file_serves_every_state(tmp_path, ops):
     frozen_eval = alive(b, x)
     b.train()
     freeze(b, False)
-    assert frozen_eval < 0.1 * everything < frozen < 0.7 * everything
+    assert frozen_eval < 0.1 * everything < frozen <= everything
     assert alive(b, x) == everything
     assert alive(a, x) >= everything
 
