@@ -40,26 +40,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, cons
 }
 
 Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                 const Tensor& invstd, const Act& act, const Pool& pool) {
+                 const Tensor& invstd, const Tensor& positions, const Act& act, const Pool& pool) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_apply", "")
                              .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                                           const Tensor&, int64_t, double, double, double, IntArrayRef, IntArrayRef,
-                                           IntArrayRef, IntArrayRef, IntArrayRef)>();
-  return op.call(input, weight, bias, mean, invstd, static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel,
+                                           const Tensor&, const Tensor&, int64_t, double, double, double, IntArrayRef,
+                                           IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef)>();
+  return op.call(input, weight, bias, mean, invstd, positions, static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel,
                  pool.stride, pool.padding, pool.dilation, pool.out_size);
 }
 
 struct NormPool : torch::autograd::Function<NormPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                        const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 2>* used) {
+                        const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 3>* used) {
     ctx->set_materialize_grads(false);
     auto [out, mean, invstd, positions] = forward_raw(input, bn, act, pool, true);
     Keeper keeper;
     for (const Tensor& t : {input, value_or_undefined(weight), value_or_undefined(bias)}) keeper.add(t);
     for (const Tensor& t : {mean, invstd, positions}) keeper.add(t, /*always_itself=*/true);
     keeper.save(ctx);
-    *used = {mean, invstd};
+    *used = {mean, invstd, positions};
     Edges edges;
     ctx->saved_data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     ctx->saved_data["wants"] = std::vector<int64_t>{input.requires_grad(), wants_grad(weight), wants_grad(bias)};
@@ -155,12 +155,12 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
     return at::max_pool2d(activated, kernel_size, stride, padding, dilation, ceil_mode);
   }
   if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias))) {
-    std::array<Tensor, 2> used;
+    std::array<Tensor, 3> used;
     const Tensor out = NormPool::apply(input, weight, bias, bn, act, pool, &used);
     if (recompute)
-      offer(out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1]},
+      offer(out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1], used[2]},
             [act, pool](std::vector<Tensor>& from, const std::vector<bool>&) {
-              return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], act, pool);
+              return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], from[5], act, pool);
             });
     return out;
   }

@@ -449,14 +449,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
   return {out, mean, invstd, positions};
 }
 
-// The pooled output again, from statistics that are known.
+// The pooled output again, from statistics and positions that are known.
 Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                      const Tensor& invstd, int64_t act, double act_a, double act_b, double act_c,
+                      const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b, double act_c,
                       at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
                       at::IntArrayRef dilation, at::IntArrayRef out_size) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
-  const Tensor x = input.contiguous(format);
+  const Tensor x = input.contiguous(format), taken = positions.contiguous(format);
   Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
   m.args.x = x.const_data_ptr();
   Tensor out = at::empty({x.size(0), x.size(1), out_size[0], out_size[1]}, x.options(), format);
@@ -465,13 +465,13 @@ Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTen
     const Coefficients<A> coefficients(m, weight, bias, mean, invstd);
     coefficients.use(m.args);
     m.args.out = out.mutable_data_ptr();
-    const NormPoolArgs p = pool_args(m, x, out_size, kernel, stride, padding, dilation, Tensor(), channels_last);
-    parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().forward(p, begin, end); });
+    const NormPoolArgs p = pool_args(m, x, out_size, kernel, stride, padding, dilation, taken, channels_last);
+    parallel_planes(p, out.numel(), [&](int64_t begin, int64_t end) { norm_pool_kernels().again(p, begin, end); });
   });
   return out;
 }
 
-Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&, int64_t,
+Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&, const Tensor&, int64_t,
                        double, double, double, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
                        at::IntArrayRef out_size) {
   return at::empty_symint({input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]}, input.options(),
@@ -658,7 +658,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "int act, float act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
   m.def(
       "_batch_norm_act_max_pool2d_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "Tensor positions, int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, int[2] out_size) -> Tensor");
   m.def(
       "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "

@@ -73,6 +73,8 @@ struct NormPoolArgs {
 struct NormPoolKernels {
   // Planes [p0, p1): (image, channel) pairs (planar) or images (rows).
   void (*forward)(const NormPoolArgs&, int64_t p0, int64_t p1);
+  // The output of forward again, from x and the positions.
+  void (*again)(const NormPoolArgs&, int64_t p0, int64_t p1);
   // Sums of grad_pre and grad_pre * (x - mean) into sum[c], dot[c] (added).
   void (*reduce)(const NormPoolArgs&, int64_t p0, int64_t p1, double* sum, double* dot);
   void (*grad)(const NormPoolArgs&, int64_t p0, int64_t p1);

@@ -273,7 +273,50 @@ void pool_grad(const NormPoolArgs& a, int64_t p0, int64_t p1) {
     }
 }
 
+// The output of pool_forward from its positions: reads the taken elements alone.
+template <class T>
+void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  using A = typename Acc<T>::type;
+  const NormArgs& norm = a.norm;
+  const int64_t lanes = a.rows ? norm.channels : 1, out_row = a.out_width * lanes, plane = a.height * a.width * lanes;
+  const A *mean = static_cast<const A*>(norm.mean), *scale = static_cast<const A*>(norm.scale),
+          *bias = static_cast<const A*>(norm.bias);
+  T* out = static_cast<T*>(norm.out);
+  Taps taps(a);
+  const int64_t window = a.kernel[0] * a.kernel[1];
+  Scratch<int64_t> offset(window);
+  for (int64_t t = 0; t < window; ++t) offset[t] = (taps.h[t] * a.width + taps.w[t]) * lanes;
+  Scratch<A> line(out_row);
+  for (int64_t p = p0; p < p1; ++p) {
+    const T* x = static_cast<const T*>(norm.x) + p * plane;
+    const int64_t first = a.rows ? 0 : p % norm.channels;
+    for (int64_t oh = 0; oh < a.out_height; ++oh) {
+      const int64_t at = (p * a.out_height + oh) * out_row, top = oh * a.stride[0] - a.padding[0];
+      const auto gather = [&](auto position) __attribute__((always_inline)) {
+        for (int64_t ow = 0; ow < a.out_width; ++ow) {
+          const int64_t corner = (top * a.width + ow * a.stride[1] - a.padding[1]) * lanes;
+          for (int64_t c = 0; c < lanes; ++c) {
+            A one[1];
+            const A v = *load(x + corner + offset[position(at + ow * lanes + c)] + c, one, 1);
+            line[ow * lanes + c] = (v - mean[first + c]) * scale[first + c] + bias[first + c];
+          }
+        }
+      };
+      if (a.position_bytes == 1)
+        gather([&](int64_t i) -> int64_t { return static_cast<const uint8_t*>(a.positions)[i]; });
+      else
+        gather([&](int64_t i) { return read_position(a, i); });
+      act_forward(line.data, out_row, norm.act);
+      if constexpr (std::is_same_v<T, A>)
+        std::copy(line.data, line.data + out_row, out + at);
+      else
+        store(line.data, out + at, out_row);
+    }
+  }
+}
+
 void forward_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_forward, a.norm, a, p0, p1) }
+void again_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_again, a.norm, a, p0, p1) }
 void reduce_any(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
   TSMEM_BY_DTYPE(pool_reduce, a.norm, a, p0, p1, sum, dot)
 }
@@ -282,6 +325,6 @@ void grad_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(po
 }  // namespace
 
 extern const NormPoolKernels norm_pool_kernels_table;
-const NormPoolKernels norm_pool_kernels_table = {forward_any, reduce_any, grad_any};
+const NormPoolKernels norm_pool_kernels_table = {forward_any, again_any, reduce_any, grad_any};
 
 }  // namespace tsmem::TSMEM_ISA
