@@ -87,3 +87,23 @@ def test_train_py_of_a_source_tree(files):
     code = f"import sys, runpy, tsmem; sys.argv = ['train.py', {str(files[1])!r}, '2', '2', '48']; runpy.run_path({str(ROOT / 'examples' / 'train.py')!r}, run_name='__main__')"
     text = output(run(sys.executable, "-c", code, env={"PYTHONPATH": str(ROOT / "python"), "TSMEM_OPS": str(conftest.library())}))
     assert text.count("loss") == 2
+
+
+@pytest.mark.parametrize("options", ((), ("--checkpoint", "layer*.*")))
+def test_distributed_data_parallel(files, tmp_path, options):
+    """Gradients averaged over two processes are the original's."""
+    new = tmp_path / "new.pt"
+    output(run(BUILD / "bin" / "tsmem", "rewrite", files[0], "-o", new, *options))
+    gradients = []
+    for model in (files[0], new):
+        out = tmp_path / (model.stem + ".grads.pt")
+        code = f"import sys, runpy, tsmem; sys.argv = sys.argv[1:]; runpy.run_path({str(ROOT / 'examples' / 'train_ddp.py')!r}, run_name='__main__')"
+        (tmp_path / "run.py").write_text(code)
+        text = output(run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "run.py", "train_ddp.py", model, "2", "2", "48",
+                          "--gradients", out, env={"PYTHONPATH": str(ROOT / "python"), "TSMEM_OPS": str(conftest.library()), "OMP_NUM_THREADS": "1"}))
+        assert text.count("loss") == 2
+        gradients.append(torch.load(out))
+    assert gradients[0].keys() == gradients[1].keys()
+    scale = max(g.norm().item() for g in gradients[0].values())
+    for name, g in gradients[0].items():
+        assert (gradients[1][name] - g).norm() <= 5e-2 * max(g.norm().item(), 1e-3 * scale), name
