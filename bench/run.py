@@ -23,7 +23,7 @@ MODELS = ["tv:resnet18", "tv:resnet50", "tv:densenet121", "tv:mobilenet_v3_large
 
 def rewritten(model: Path, folder: Path) -> Path:
     out = folder / (model.stem + ".mem.pt")
-    subprocess.run([TOOL, "rewrite", str(model), "-o", str(out), "--level", "ops", "--force", "--quiet"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([TOOL, "rewrite", str(model), "-o", str(out), "--force", "--quiet"], check=True, stdout=subprocess.DEVNULL)
     return out
 
 

@@ -67,9 +67,8 @@ void check_files(const Options& o) {
 
 json options_json(const Options& o) {
   auto& r = o.rewrite;
-  return {{"level", o.level},   {"only", r.only},   {"skip", r.skip},    {"module", r.module_globs},
-          {"checkpoint", r.checkpoint},
-          {"freeze", r.freeze}, {"train", r.train}, {"method", r.method}};
+  return {{"level", o.level},           {"only", r.only},     {"skip", r.skip},   {"module", r.module_globs},
+          {"checkpoint", r.checkpoint}, {"freeze", r.freeze}, {"train", r.train}, {"method", r.method}};
 }
 
 json matches_json(const RewriteReport& report) {
@@ -223,10 +222,13 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
     if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
-    size_t checkpoints = std::count_if(report.regions.begin(), report.regions.end(),
-                                       [](const Region& r) { return r.kept == std::vector<std::string>{"its arguments"}; });
-    if (checkpoints) print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
-    if (!o.undo && report.matches.empty() && !checkpoints) print("No pattern matches this model, so there is nothing to rewrite.\n");
+    size_t checkpoints = std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) {
+      return r.kept == std::vector<std::string>{"its arguments"};
+    });
+    if (checkpoints)
+      print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
+    if (!o.undo && report.matches.empty() && !checkpoints)
+      print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
   if (o.explain && !json_on_stdout) {
     if (!common.quiet) print("\n");
@@ -253,8 +255,10 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   };
   app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
-  app.add_option("--level", o->level, "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
-                 "convolution is. plan: not in this version")
+  app.add_option(
+         "--level", o->level,
+         "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
+         "convolution is. plan: not in this version")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")

@@ -1,14 +1,14 @@
 // Activations that keep one bit an element, or one tensor.
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
-// in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as stock's,
-// the output.
+// in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as
+// stock's, the output.
 #include "act.h"
 
 #include "common.h"
-#include "recompute.h"
 #include "cpu/mask.h"
 #include "cpu_dtype.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -203,8 +203,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   else
     return stock_act(self, act);
   if (recompute)
-    offer(out, {self},
-          [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); });
+    offer(out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); });
   return out;
 }
 

@@ -6,8 +6,21 @@
 namespace tsmem {
 
 enum class ActKind : int32_t {
-  identity, relu, hardtanh /*lo, hi*/, threshold /*threshold, value*/, leaky_relu /*slope*/, hardsigmoid,
-  silu, hardswish, gelu, gelu_tanh, sigmoid, tanh, elu /*alpha, scale, input_scale*/, softplus /*beta, threshold*/, mish,
+  identity,
+  relu,
+  hardtanh /*lo, hi*/,
+  threshold /*threshold, value*/,
+  leaky_relu /*slope*/,
+  hardsigmoid,
+  silu,
+  hardswish,
+  gelu,
+  gelu_tanh,
+  sigmoid,
+  tanh,
+  elu /*alpha, scale, input_scale*/,
+  softplus /*beta, threshold*/,
+  mish,
 };
 
 struct Act {

@@ -46,8 +46,8 @@ Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& 
                              .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
                                            const Tensor&, const Tensor&, int64_t, double, double, double, IntArrayRef,
                                            IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef)>();
-  return op.call(input, weight, bias, mean, invstd, positions, static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel,
-                 pool.stride, pool.padding, pool.dilation, pool.out_size);
+  return op.call(input, weight, bias, mean, invstd, positions, static_cast<int64_t>(act.kind), act.a, act.b, act.c,
+                 pool.kernel, pool.stride, pool.padding, pool.dilation, pool.out_size);
 }
 
 struct NormPool : torch::autograd::Function<NormPool> {
@@ -95,8 +95,8 @@ struct NormPool : torch::autograd::Function<NormPool> {
                                      const Tensor&, const Tensor&, bool, bool, int64_t, double, double, double,
                                      IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, std::array<bool, 3>)>();
       auto [x, w, b] =
-          op.call(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5],
-                  state[0] != 0, state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
+          op.call(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5], state[0] != 0,
+                  state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
                   data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
       if (w.defined()) w = w.to(static_cast<at::ScalarType>(state[3]));
       if (b.defined()) b = b.to(static_cast<at::ScalarType>(state[4]));

@@ -90,7 +90,8 @@ struct State {
       s.generators.emplace_back(d, g.get_state());
     }
     for (auto device : {at::kCPU, at::kCUDA})
-      s.autocast.push_back({device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
+      s.autocast.push_back(
+          {device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
     s.autocast_cache = at::autocast::is_autocast_cache_enabled();
     return s;
   }

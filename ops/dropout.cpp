@@ -109,12 +109,9 @@ struct Dropout : torch::autograd::Function<Dropout> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     auto& data = ctx->saved_data;
-    const Noise noise{ctx->get_saved_variables()[0],
-                      data["bits"].toBool(),
-                      data["p"].toDouble(),
-                      static_cast<Kind>(data["kind"].toInt()),
-                      data["sizes"].toIntVector(),
-                      data["strides"].toIntVector()};
+    const Noise noise{ctx->get_saved_variables()[0], data["bits"].toBool(),
+                      data["p"].toDouble(),          static_cast<Kind>(data["kind"].toInt()),
+                      data["sizes"].toIntVector(),   data["strides"].toIntVector()};
     Tensor factor;
     {
       at::NoGradGuard no_grad;
@@ -169,15 +166,16 @@ Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, bool r
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(torch::schema(
-            "dropout(Tensor input, float p, bool train, bool draws=False, bool recompute=False) -> Tensor", random),
+  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, bool recompute=False) -> Tensor",
+                      random),
         TORCH_FN(run_dropout));
   m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
         TORCH_FN(run<Kind::feature>));
   m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
         TORCH_FN(run<Kind::alpha>));
-  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
-        TORCH_FN(run<Kind::feature_alpha>));
+  m.def(
+      torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
+      TORCH_FN(run<Kind::feature_alpha>));
 }
 
 }  // namespace

@@ -68,8 +68,8 @@ struct Norm : torch::autograd::Function<Norm> {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {
-        found = at::native_layer_norm_backward(grads[0], x, data["shape"].toIntVector(), kept[3], kept[4], weight,
-                                               bias, want);
+        found = at::native_layer_norm_backward(grads[0], x, data["shape"].toIntVector(), kept[3], kept[4], weight, bias,
+                                               want);
       } else {
         const auto format = x.suggest_memory_format();
         const int64_t n = x.size(0), c = x.size(1);
@@ -106,8 +106,8 @@ bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
          x.device().is_cpu() && fits(x, weight) && fits(x, bias);
 }
 
-Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias, double eps,
-                  bool cudnn_enable, bool recompute) {
+Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
+                      double eps, bool cudnn_enable, bool recompute) {
   const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
                   b = bias && bias->defined() ? bias : std::nullopt;
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
@@ -118,7 +118,7 @@ Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& w
 }
 
 Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
-                  bool cudnn_enabled, bool recompute) {
+                      bool cudnn_enabled, bool recompute) {
   const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
                   b = bias && bias->defined() ? bias : std::nullopt;
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
@@ -133,16 +133,16 @@ Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTens
                            double eps, bool cudnn_enable, bool recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   return run_layer_norm(at::autocast::cached_cast(at::kFloat, x, device), shape,
-                    at::autocast::cached_cast(at::kFloat, weight, device),
-                    at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enable, recompute);
+                        at::autocast::cached_cast(at::kFloat, weight, device),
+                        at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enable, recompute);
 }
 template <c10::DeviceType device>
 Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                            bool cudnn_enabled, bool recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   return run_group_norm(at::autocast::cached_cast(at::kFloat, x, device), groups,
-                    at::autocast::cached_cast(at::kFloat, weight, device),
-                    at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enabled, recompute);
+                        at::autocast::cached_cast(at::kFloat, weight, device),
+                        at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enabled, recompute);
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {

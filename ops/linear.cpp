@@ -66,7 +66,7 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTenso
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
   return run(at::autocast::cached_cast(to, input, device), at::autocast::cached_cast(to, weight, device),
-                at::autocast::cached_cast(to, bias, device));
+             at::autocast::cached_cast(to, bias, device));
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {

@@ -3,9 +3,9 @@
 //
 // What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to the stock op, which
 // handles or refuses it.
-#include "recompute.h"
 #include "cpu/pool.h"
 #include "cpu_dtype.h"
+#include "recompute.h"
 
 namespace tsmem {
 namespace {
@@ -348,9 +348,12 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool "
       "ceil_mode=False, bool recompute=False) -> Tensor",
       TORCH_FN(max_pool<3>));
-  m.def("adaptive_max_pool1d(Tensor self, int[1] output_size, bool recompute=False) -> Tensor", TORCH_FN(adaptive_max_pool<1>));
-  m.def("adaptive_max_pool2d(Tensor self, int[2] output_size, bool recompute=False) -> Tensor", TORCH_FN(adaptive_max_pool<2>));
-  m.def("adaptive_max_pool3d(Tensor self, int[3] output_size, bool recompute=False) -> Tensor", TORCH_FN(adaptive_max_pool<3>));
+  m.def("adaptive_max_pool1d(Tensor self, int[1] output_size, bool recompute=False) -> Tensor",
+        TORCH_FN(adaptive_max_pool<1>));
+  m.def("adaptive_max_pool2d(Tensor self, int[2] output_size, bool recompute=False) -> Tensor",
+        TORCH_FN(adaptive_max_pool<2>));
+  m.def("adaptive_max_pool3d(Tensor self, int[3] output_size, bool recompute=False) -> Tensor",
+        TORCH_FN(adaptive_max_pool<3>));
   m.def(
       "_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, int[] out, bool positions) -> "
       "(Tensor, Tensor)");

@@ -97,11 +97,11 @@ struct MulAct : torch::autograd::Function<MulAct> {
     {
       at::NoGradGuard no_grad;
       if (wants[1] && ctx->needs_input_grad(1))
-        g[1] =
-            scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
-                       data["scale_sizes"].toIntVector(), act)
-                .to(grad.scalar_type());
-      if (wants[0] && ctx->needs_input_grad(0)) g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
+        g[1] = scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
+                          data["scale_sizes"].toIntVector(), act)
+                   .to(grad.scalar_type());
+      if (wants[0] && ctx->needs_input_grad(0))
+        g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
     }
     variable_list sources{grad};
     sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
@@ -144,8 +144,10 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  m.def("mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, bool recompute=False) -> Tensor",
-        TORCH_FN(mul_act));
+  m.def(
+      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, bool recompute=False) -> "
+      "Tensor",
+      TORCH_FN(mul_act));
   m.def(
       "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
       "Tensor invstd, "

@@ -80,8 +80,9 @@ std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::
                              .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
                                          const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, bool, bool,
                                          int64_t, double, double, double, std::array<bool, 4>, bool)>();
-  auto [x, w, bias, pre] = op.call(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
-                                   b.channels_last, static_cast<int64_t>(act.kind), act.a, act.b, act.c, want, b.overwrite_grad);
+  auto [x, w, bias, pre] =
+      op.call(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training, b.channels_last,
+              static_cast<int64_t>(act.kind), act.a, act.b, act.c, want, b.overwrite_grad);
   return {x, w, bias, pre};
 }
 

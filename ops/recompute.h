@@ -56,6 +56,7 @@ class Kept {
   bool any_made() const;
   // Everything unpacked: what results depend on under create_graph.
   const std::vector<at::Tensor>& leaves() const { return leaves_; }
+
  private:
   std::vector<at::Tensor> leaves_;
   std::vector<RecipePtr> recipes_;

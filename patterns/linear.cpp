@@ -4,13 +4,13 @@ namespace tsmem {
 
 // y = linear(x): its backward needs x for the weight's gradient; where x can be made again, it isn't kept.
 Pattern linear() {
-  return {.name = "linear",
-          .algebra = "y = linear(x, weight, bias)",
-          .keeps = "before: x, weight; after: what x is made from, weight (each only if the other's gradient is needed)",
-          .conditions = "none",
-          .for_regions = true,
-          .rules = {{.match = "%y = linear(%x, %weight, %bias)",
-                     .rewrite = "%y = tsmem::linear(%x, %weight, %bias)"}}};
+  return {
+      .name = "linear",
+      .algebra = "y = linear(x, weight, bias)",
+      .keeps = "before: x, weight; after: what x is made from, weight (each only if the other's gradient is needed)",
+      .conditions = "none",
+      .for_regions = true,
+      .rules = {{.match = "%y = linear(%x, %weight, %bias)", .rewrite = "%y = tsmem::linear(%x, %weight, %bias)"}}};
 }
 
 }  // namespace tsmem

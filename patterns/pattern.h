@@ -6,7 +6,8 @@
 // Every spelling of an operator has one canonical form there (rewriter/canonical.h): `act` is any activation, in place
 // or not; `add` and `mul` match their operands in either order; other names are aten's, matched with all their
 // arguments in order. `rewrite` is IR too, each line put where the line of `match` with the same first output stood.
-// ACT stands for the matched activation's name and arguments, DRAWS for what rewriter/autodiff.h says; constants and lists of constants are written as they are.
+// ACT stands for the matched activation's name and arguments, DRAWS for what rewriter/autodiff.h says; constants and
+// lists of constants are written as they are.
 #pragma once
 #include <set>
 #include <string>
@@ -25,11 +26,11 @@ struct Rule {
 };
 
 struct Pattern {
-  std::string name;        // its file's, --only's, and the report's
-  std::string algebra;     // one line: what is computed
-  std::string keeps;       // saved tensors, before and after
-  std::string conditions;  // when it is legal and worth it, in words
-  bool by_default = true;  // false: used only when --only names it
+  std::string name;          // its file's, --only's, and the report's
+  std::string algebra;       // one line: what is computed
+  std::string keeps;         // saved tensors, before and after
+  std::string conditions;    // when it is legal and worth it, in words
+  bool by_default = true;    // false: used only when --only names it
   bool for_regions = false;  // used at --level regions only: alone it saves nothing
   std::vector<Rule> rules;
 };

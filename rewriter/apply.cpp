@@ -177,11 +177,12 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
                                      bool recompute) {
   std::unordered_set<const Scope*> wanted;
   for (const Found* f : matches) add_scopes(*f, wanted);
-  // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is seen through:
-  // the view did so, and a match may have reached a value by it.
+  // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
+  // seen through: the view did so, and a match may have reached a value by it.
   View copy = copy_graph(source, scopes, [&](const Scope* s) {
     const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
-    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) || (s->branch < 0 && in_ours && returns_argument(s->node));
+    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
+           (s->branch < 0 && in_ours && returns_argument(s->node));
   });
   for (const Found* f : matches) put(*copy.graph, copy, *f, recompute);
   copy.graph->lint();

@@ -5,7 +5,8 @@
 namespace tsmem {
 
 // The body of `source` with the matches applied: calls and branches that a match crosses are inlined, the rest stays as
-// it was. With `recompute`, ops that can offer their output to be made again do so. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a pattern).
+// it was. With `recompute`, ops that can offer their output to be made again do so. Throws std::logic_error where an
+// op's schema does not take what the rule gives it (a bug in a pattern).
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
                                      bool recompute);
 

@@ -334,8 +334,7 @@ class Matcher {
   static bool exclusive(const Node* a, const Node* b) {
     const auto x = blocks_around(a), y = blocks_around(b);
     for (size_t i = 0; i < x.size() && i < y.size(); ++i)
-      if (x[i] != y[i])
-        return x[i]->owningNode() == y[i]->owningNode() && x[i]->owningNode()->kind() == prim::If;
+      if (x[i] != y[i]) return x[i]->owningNode() == y[i]->owningNode() && x[i]->owningNode()->kind() == prim::If;
     return false;
   }
 
@@ -428,7 +427,9 @@ class Matcher {
     const auto path_x = attribute_path(x), path_y = attribute_path(y);
     if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
     // The tensors that patterns take are floating point; num_batches_tracked is not.
-    if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) || (path_y && !path_y->empty() && attributes_.integral(*path_y))) return false;
+    if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) ||
+        (path_y && !path_y->empty() && attributes_.integral(*path_y)))
+      return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
     if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
     return alias_->mayAlias(x, y);
@@ -445,8 +446,7 @@ class Matcher {
 
 }  // namespace
 
-MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns,
-                         const Attributes& attributes) {
+MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes) {
   return Matcher(view, patterns, attributes).run();
 }
 

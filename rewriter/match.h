@@ -24,9 +24,9 @@ struct Found {
   std::map<std::string, Operand> values;  // every name of the rule's `match`
   std::string act;                        // of the matched activation
   std::vector<double> act_args;
-  const Scope* scope;  // innermost that holds all nodes
+  const Scope* scope;               // innermost that holds all nodes
   std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
-  bool draws = false;  // a dropout that TorchScript differentiates by itself (autodiff.h)
+  bool draws = false;               // a dropout that TorchScript differentiates by itself (autodiff.h)
 };
 
 struct NearMiss {
@@ -40,7 +40,8 @@ struct MatchResult {
   std::vector<NearMiss> refused;
 };
 
-// What the loaded module says of tensors among its attributes, by path from the method's own module, over all instances of the class.
+// What the loaded module says of tensors among its attributes, by path from the method's own module, over all instances
+// of the class.
 struct Attributes {
   std::function<bool(const std::string&, const std::string&)> alias;  // may be the same memory (tied parameters)
   std::function<bool(const std::string&)> integral;                   // is a tensor of integers: a counter

@@ -127,7 +127,8 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
   for (const Pattern& p : all_patterns()) {
     const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
     const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default && (o.level == Level::regions || !p.for_regions) : named)) chosen.push_back(&p);
+    if (!skipped && (o.only.empty() ? p.by_default && (o.level == Level::regions || !p.for_regions) : named))
+      chosen.push_back(&p);
   }
   return chosen;
 }
@@ -216,7 +217,8 @@ Module submodule(Module m, const std::string& path) {
 }
 
 // The modules that --checkpoint names, without those inside others.
-std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes, const std::vector<std::string>& globs) {
+std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes,
+                                         const std::vector<std::string>& globs) {
   std::set<std::string> found;
   for (const std::string& glob : globs) {
     bool any = false;
@@ -307,8 +309,8 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     if (!path || path->empty() || !checkpointed(*path)) continue;
     if (auto body = callee(n))
       if (const std::string why = runs_once(*body); !why.empty())
-        throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again", join_path(outer, *path),
-                                        n->s(attr::name), why));
+        throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
+                                        join_path(outer, *path), n->s(attr::name), why));
     Graph& g = *n->owningGraph();
     WithInsertPoint here(n);
     Value* arguments = g.insertNode(g.createTuple(n->inputs().slice(1)))->output();
@@ -328,10 +330,10 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
 
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
-  MatchResult matched;                                       // in the whole view
-  std::vector<Found> found;                                  // of these, what is applied in this method
-  std::vector<std::pair<std::string, std::string>> refused;  // pattern, reason
-  std::shared_ptr<Graph> body;                               // rewritten; null where nothing was found
+  MatchResult matched;                                           // in the whole view
+  std::vector<Found> found;                                      // of these, what is applied in this method
+  std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
+  std::shared_ptr<Graph> body;                                   // rewritten; null where nothing was found
   std::vector<std::pair<std::string, std::string>> checkpoints;  // (module, method) of the calls in it that run again
 };
 
@@ -428,7 +430,9 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
         },
         [&](const std::string& a) {
           for (const Module& m : instances)
-            if (const at::Tensor x = attribute(m, a); !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true)) return false;
+            if (const at::Tensor x = attribute(m, a);
+                !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
+              return false;
           return true;
         }};
     for (Function* f : c.type->methods()) {
@@ -504,8 +508,9 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
         result.body = apply_matches(*function_graph(f), scopes, chosen, options.level == Level::regions);
       if (checkpointed.empty()) continue;
       auto body = result.body ? result.body : function_graph(f)->copy();
-      result.checkpoints = checkpoint_calls(
-          body->block(), c.paths.front(), [&](const std::string& path) { return is_checkpointed(checkpointed, c, path); });
+      result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
+        return is_checkpointed(checkpointed, c, path);
+      });
       if (!result.checkpoints.empty()) result.body = body;
     }
   }

@@ -7,8 +7,8 @@
 
 namespace tsmem {
 
-// ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept anyway
-// (norms, activations, sums, concatenations between convolutions) are made again in backward.
+// ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept
+// anyway (norms, activations, sums, concatenations between convolutions) are made again in backward.
 enum class Level { ops, regions };
 
 struct RewriteOptions {
@@ -31,7 +31,8 @@ struct Refusal {
   std::string pattern, module, reason;
 };
 
-// Modules of --checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that backward makes again, and those that it makes them from, as Match::nodes are written.
+// Modules of --checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that backward
+// makes again, and those that it makes them from, as Match::nodes are written.
 struct Region {
   std::string module, method;
   std::vector<std::string> kept, recomputed;

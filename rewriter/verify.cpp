@@ -312,7 +312,8 @@ class Verifier {
     bool may_draw = false;
     if (auto method = a.find_method(options_.method)) {
       Scopes scopes;
-      const View view = copy_graph(*toGraphFunction(method->function()).graph(), scopes, [](const Scope*) { return true; });
+      const View view =
+          copy_graph(*toGraphFunction(method->function()).graph(), scopes, [](const Scope*) { return true; });
       may_draw = view.graph->toString(false).find("dropout") != std::string::npos;
     }
     for (int i = 0; i < 3; ++i) {

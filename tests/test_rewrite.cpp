@@ -441,6 +441,119 @@ TEST(Rewrite, ConvNormActAsOneOp) {
   }
 }
 
+TEST(Rewrite, ACallThatReturnsItsArgumentIsSeenThrough) {
+  Module identity = module("Identity");
+  identity.define("def forward(self, x):\n    return x\n");
+  Module m = module("Net");
+  m.register_module("conv", conv());
+  m.register_module("bn", norm());
+  m.register_module("skip", identity);
+  m.define(
+      "def forward(self, x):\n    return torch.relu(self.skip.forward(self.bn.forward(self.conv.forward(x))) + "
+      "self.skip.forward(x))\n");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, {})), (V{"bn-add-act", "conv"}));
+  expect_same_numbers(original, m, image());
+}
+
+static RewriteOptions regions() {
+  RewriteOptions o;
+  o.level = tsmem::Level::regions;
+  return o;
+}
+
+TEST(Regions, OffersAreInTheCodeAndTheReportSaysWhatIsKept) {
+  Module m =
+      net("def forward(self, x):\n    return torch.cat([torch.relu(self.bn.forward(self.conv.forward(x))), x], 1)\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, regions());
+  EXPECT_EQ(names(r), (V{"bn-act", "cat", "conv"}));
+  ASSERT_EQ(r.regions.size(), 1u);
+  EXPECT_EQ(r.regions[0].kept, V{"conv: aten::conv2d"});
+  EXPECT_EQ(r.regions[0].recomputed, (V{"aten::relu", "aten::cat"}));
+  expect_same_numbers(original, m, image());
+  EXPECT_EQ(names(rewrite(m, {})), (V{"bn-act", "conv"}));  // level ops knows no cat
+}
+
+TEST(Regions, AnOverwriteAfterABranchIsTaken) {
+  Module m = net(R"(
+    def forward(self, x, flag: bool):
+        z = self.bn.forward(self.conv.forward(x))
+        if flag:
+            z += x
+        return torch.relu(z)
+  )");
+  Module original = reload(m);
+  const auto found = names(rewrite(m, regions()));
+  EXPECT_TRUE(std::find(found.begin(), found.end(), "add") != found.end());
+  for (bool flag : {false, true}) expect_same_numbers(original, m, {at::randn({3, 4, 9, 7}), flag});
+}
+
+TEST(Regions, DoesNotTakeAnOverwriteThatTheOtherBranchesReaderSeesLater) {
+  Module m = net(R"(
+    def forward(self, x, flag: bool):
+        z = self.bn.forward(self.conv.forward(x))
+        y = z
+        if flag:
+            y = z.add_(x)
+        return y, z
+  )");
+  const auto r = rewrite(m, regions());
+  EXPECT_TRUE(refused(r, "add", "uses too"));
+}
+
+TEST(Regions, DoesNotTakeASumOfWhatIsNotMadeAgain) {
+  Module m = net("def forward(self, x):\n    return self.conv.forward(x) + x\n");
+  EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+}
+
+TEST(Checkpoint, WrapsTheCallsAndIsUndone) {
+  Module block =
+      net("def forward(self, x, k: int):\n    return torch.relu(self.bn.forward(self.conv.forward(x))) * k, k\n");
+  Module m = module("Outer");
+  m.register_module("block", block);
+  m.define("def forward(self, x):\n    y, k = self.block.forward(x, 2)\n    return y + k\n");
+  Module original = reload(m);
+  RewriteOptions o = regions();
+  o.checkpoint = {"block"};
+  const auto r = rewrite(m, o);
+  FileCheck().check("tsmem::checkpoint")->check_not("prim::CallMethod")->run(graph(m));
+  EXPECT_EQ(r.regions[0].module, "block");
+  EXPECT_EQ(r.regions[0].kept, V{"its arguments"});
+  expect_same_numbers(original, m, image());
+  EXPECT_TRUE(tsmem::restore(m));
+  EXPECT_EQ(graph(m), graph(original));
+}
+
+TEST(Checkpoint, WhatCannotRunAgainIsRefused) {
+  Module block = net("def forward(self, x):\n    return self.conv.forward(x.mul_(2))\n");
+  Module m = module("Outer");
+  m.register_module("block", block);
+  m.define("def forward(self, x):\n    return self.block.forward(x + 1)\n");
+  RewriteOptions o;
+  o.checkpoint = {"block"};
+  EXPECT_THROW(rewrite(m, o), tsmem::Error);
+  o.checkpoint = {"blocks"};
+  EXPECT_THROW(rewrite(m, o), tsmem::Error);
+}
+
+// What TorchScript's own derivative draws with p = 0 depends on the neighbours, and so on the place of the call.
+TEST(Rewrite, OneDropoutClassInTwoPlaces) {
+  Module drop = module("Drop");
+  drop.define("def forward(self, x):\n    return torch.dropout(x, 0.0, self.training)\n");
+  Module m = module("Net");
+  m.register_module("conv", conv());
+  m.register_module("drop", drop);
+  m.define(R"(
+    def forward(self, x):
+        x = self.drop.forward(self.conv.forward(x))
+        return torch.dropout(torch.tanh(self.drop.forward(torch.sigmoid(self.conv.forward(x)))), 0.5, True)
+  )");
+  Module original = reload(m);
+  rewrite(m, {});
+  expect_same_numbers(original, m, image());
+}
+
 TEST(Patterns, EveryRuleParsesAndDefinesWhatItPuts) {
   for (const auto& p : tsmem::all_patterns()) {
     EXPECT_FALSE(p.algebra.empty() || p.keeps.empty() || p.conditions.empty() || p.rules.empty()) << p.name;

@@ -1,8 +1,9 @@
 // Kernels without torch headers, compiled once an instruction set (ops/CMakeLists.txt) and chosen at run time.
 //
 // A family NAME has three files: NAME.h declares a struct of function pointers and `const NameKernels& name_kernels()`;
-// NAME.kernel.cpp defines the functions in namespace tsmem::TSMEM_ISA with one `extern const NameKernels name_kernels_table`;
-// NAME.cpp picks the table with choose(). Kernels work on a range, so that callers split work with at::parallel_for.
+// NAME.kernel.cpp defines the functions in namespace tsmem::TSMEM_ISA with one `extern const NameKernels
+// name_kernels_table`; NAME.cpp picks the table with choose(). Kernels work on a range, so that callers split work with
+// at::parallel_for.
 #pragma once
 #include <cstdint>
 

@@ -451,8 +451,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
 
 // The pooled output again, from statistics and positions that are known.
 Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                      const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b, double act_c,
-                      at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                      const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b,
+                      double act_c, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
                       at::IntArrayRef dilation, at::IntArrayRef out_size) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
@@ -471,9 +471,9 @@ Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTen
   return out;
 }
 
-Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&, const Tensor&, int64_t,
-                       double, double, double, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
-                       at::IntArrayRef out_size) {
+Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
+                       const Tensor&, int64_t, double, double, double, at::IntArrayRef, at::IntArrayRef,
+                       at::IntArrayRef, at::IntArrayRef, at::IntArrayRef out_size) {
   return at::empty_symint({input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]}, input.options(),
                           feature_format(4, is_channels_last(input)));
 }
@@ -637,7 +637,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "keep_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "_batch_norm_act_backward(Tensor(a!) grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "_batch_norm_act_backward(Tensor(a!) grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "invstd, "
       "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
       "bool[4] want, bool overwrite_grad) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
@@ -658,7 +659,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "int act, float act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
   m.def(
       "_batch_norm_act_max_pool2d_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
-      "Tensor positions, int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "Tensor positions, int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] "
+      "padding, "
       "int[2] dilation, int[2] out_size) -> Tensor");
   m.def(
       "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "

@@ -247,7 +247,10 @@ void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double
           const bool last = i + kLanes > n, part = n < kLanes;
           const int64_t from = part ? 0 : last ? n - kLanes : i;
           const Vec d = (part ? load_part(x, n, mean) : load_vec(x + from)) - m;
-          Vec gp = fused_grad_pre(act, mask, from, n, d, s, b, part ? load_part(g, n, 0) : last ? last_g : load_vec(g + from));
+          Vec gp = fused_grad_pre(act, mask, from, n, d, s, b,
+                                  part   ? load_part(g, n, 0)
+                                  : last ? last_g
+                                         : load_vec(g + from));
           if (z && part) store_part(gp, z, n);
           if (z && !part) store_vec(gp, z + from);
           if (last && !part) drop_first<float>(gp, overlap<float>(i, n));
