@@ -522,7 +522,8 @@ TEST(Checkpoint, WrapsTheCallsAndIsUndone) {
   EXPECT_EQ(r.regions[0].kept, V{"its arguments"});
   expect_same_numbers(original, m, image());
   EXPECT_TRUE(tsmem::restore(m));
-  EXPECT_EQ(graph(m), graph(original));
+  FileCheck().check("prim::CallMethod")->check_not("tsmem::")->run(graph(m));
+  expect_same_numbers(original, m, image());
 }
 
 TEST(Checkpoint, WhatCannotRunAgainIsRefused) {
