@@ -242,24 +242,6 @@ void Keeper::add(const Tensor& t, bool always_itself) {
       recipes_.push_back(std::move(recipe));
       return;
     }
-    if (getenv("TSMEM_DBG") && bytes_of(t) > 50000 && !kept_anyway(t)) {
-      const Tensor w = owner(t);
-      auto k = known_of(w);
-      std::vector<Tensor> lv;
-      std::string why = !k                                 ? "unknown"
-                        : !k->recipe                       ? "no recipe"
-                        : k->recipe->depth > kLongestChain ? "deep"
-                        : w._version() != k->version       ? "version"
-                        : !collect(*k->recipe, lv)         ? "gone"
-                                                           : "cost";
-      if (why == "cost")
-        for (auto& l : lv)
-          if (l.defined() && !kept_anyway(l) && bytes_of(l) > 50000)
-            why += std::string(" ") + (owner(l).grad_fn() ? owner(l).grad_fn()->name() : "leaf") + " " +
-                   std::to_string(bytes_of(l));
-      fprintf(stderr, "KEEP %9zu %s %s%s\n", bytes_of(t), w.grad_fn() ? w.grad_fn()->name().c_str() : "leaf",
-              why.c_str(), t.is_view() ? " view" : "");
-    }
     mark_kept(t);
   }
   leaves_.push_back(t);
