@@ -222,9 +222,8 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
     if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
-    size_t checkpoints = std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) {
-      return r.kept == std::vector<std::string>{"its arguments"};
-    });
+    size_t checkpoints =
+        std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
     if (checkpoints)
       print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
     if (!o.undo && report.matches.empty() && !checkpoints)

@@ -140,16 +140,16 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
 
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
   const bool reuse = only_ours(grad);
-  Tensor own = reuse ? grad : Tensor();
+  Tensor own = reuse ? grad : Tensor();  // takes the result
+  const char* approximate = act.kind == ActKind::gelu_tanh ? "tanh" : "none";
   switch (act.kind) {
     case ActKind::silu:
-      return own.defined() ? at::silu_backward_out(own, grad, x) : at::silu_backward(grad, x);
+      return reuse ? at::silu_backward_out(own, grad, x) : at::silu_backward(grad, x);
     case ActKind::hardswish:
       return at::hardswish_backward(grad, x);
     case ActKind::gelu:
-      return own.defined() ? at::gelu_backward_out(own, grad, x, "none") : at::gelu_backward(grad, x, "none");
     case ActKind::gelu_tanh:
-      return at::gelu_backward(grad, x, "tanh");
+      return reuse ? at::gelu_backward_out(own, grad, x, approximate) : at::gelu_backward(grad, x, approximate);
     case ActKind::elu:
       return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
     case ActKind::softplus:
@@ -182,11 +182,7 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
     const auto args = ctx->saved_data["args"].toDoubleVector();
     const Act act{static_cast<ActKind>(ctx->saved_data["kind"].toInt()), args[0], args[1], args[2]};
     std::vector<Tensor> g{smooth_backward(grads[0], kept[0], act)};
-    if (kept.any_made()) {
-      std::vector<Tensor> sources = kept.leaves();
-      sources.push_back(grads[0]);
-      g = refuse_double_backward(std::move(g), "act", sources);
-    }
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "act", grads[0]);
     return {g[0], Tensor()};
   }
 };

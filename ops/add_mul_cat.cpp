@@ -21,10 +21,7 @@ Tensor add(const Tensor& a, const Tensor& b, const at::Scalar& alpha, bool recom
   const Tensor out = at::add(a, b, alpha);
   if (recompute && needs_grad(a, b) && alike(a, b))
     offer(out, {a, b}, [alpha](std::vector<Tensor>& from, const std::vector<bool>& spare) {
-      if (spare[0] && at::infer_size(from[0].sizes(), from[1].sizes()) == from[0].sizes() &&
-          from[0].is_non_overlapping_and_dense())
-        return from[0].add_(from[1], alpha);
-      return at::add(from[0], from[1], alpha);
+      return may_overwrite_first(from, spare) ? from[0].add_(from[1], alpha) : at::add(from[0], from[1], alpha);
     });
   return out;
 }
@@ -48,11 +45,7 @@ struct Mul : torch::autograd::Function<Mul> {
     for (int i : {0, 1})
       if (ctx->needs_input_grad(i))
         g[i] = (grad * kept[1 - i]).sum_to_size(ctx->saved_data[i == 0 ? "a" : "b"].toIntVector());
-    if (kept.any_made()) {
-      std::vector<Tensor> sources = kept.leaves();
-      sources.push_back(grad);
-      g = refuse_double_backward(std::move(g), "mul", sources);
-    }
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "mul", grad);
     return g;
   }
 };
@@ -60,8 +53,7 @@ struct Mul : torch::autograd::Function<Mul> {
 Tensor mul(const Tensor& a, const Tensor& b, bool recompute) {
   if (!needs_grad(a, b) || !alike(a, b)) return at::mul(a, b);
   const Tensor out = Mul::apply(a, b);
-  if (recompute)
-    offer(out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::mul(from[0], from[1]); });
+  if (recompute) offer(out, {a, b}, multiply_again);
   return out;
 }
 

@@ -82,9 +82,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
     if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
     std::vector<Tensor> computed(g.begin(), g.end());
-    variable_list sources{grad};
-    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
-    computed = refuse_double_backward(std::move(computed), ctx->saved_data["name"].toStringRef().c_str(), sources);
+    computed = kept.refuse_double_backward(std::move(computed), ctx->saved_data["name"].toStringRef().c_str(), grad);
     result[0] = computed[0], result[1] = computed[1], result[2] = computed[2];
     result[5] = identity && want[3] ? grad : computed[3];
     return result;

@@ -102,9 +102,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
       if (b.defined()) b = b.to(static_cast<at::ScalarType>(state[4]));
       g = {x, w, b};
     }
-    variable_list sources{grads[0]};
-    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
-    g = refuse_double_backward(std::move(g), "batch_norm_act_max_pool2d", sources);
+    g = kept.refuse_double_backward(std::move(g), "batch_norm_act_max_pool2d", grads[0]);
     std::copy(g.begin(), g.end(), result.begin());
     return result;
   }

@@ -10,6 +10,13 @@
 
 namespace tsmem {
 
+using OptTensor = std::optional<at::Tensor>;
+
+inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
+inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+// Nothing where an undefined tensor stands for nothing.
+inline OptTensor defined(const OptTensor& t) { return t ? optional(*t) : OptTensor(); }
+
 // relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
 Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 

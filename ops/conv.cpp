@@ -10,7 +10,6 @@ namespace {
 
 using at::IntArrayRef;
 using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -91,9 +90,7 @@ struct Conv : torch::autograd::Function<Conv> {
       g = {Tensor(), Tensor(), Tensor()};
       if (want[1] || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
-      std::vector<Tensor> sources = kept.leaves();
-      sources.push_back(grad);
-      g = refuse_double_backward(std::move(g), "convolution", sources);
+      g = kept.refuse_double_backward(std::move(g), "convolution", grad);
     }
     return {g[0], g[1], g[2], Tensor(), Tensor()};
   }
@@ -110,7 +107,7 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
 // Batches an unbatched input, as stock does.
 Tensor apply(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
              const Forward& stock) {
-  const OptTensor b = bias && bias->defined() ? bias : std::nullopt;
+  const OptTensor b = defined(bias);
   if (input.dim() == weight.dim()) return Conv::apply(input, weight, b, args, stock);
   return Conv::apply(input.unsqueeze(0), weight, b, args, stock).squeeze(0);
 }

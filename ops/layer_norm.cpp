@@ -8,11 +8,8 @@ namespace tsmem {
 namespace {
 
 using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
 
 // groups 0: a layer norm over the last dimensions, of `shape`.
 struct NormOf {
@@ -37,8 +34,8 @@ struct Norm : torch::autograd::Function<Norm> {
     const bool want_w = weight && weight->requires_grad(), want_x = x.requires_grad();
     Keeper keeper;
     keeper.add(want_x || want_w ? x : Tensor());
-    keeper.add(weight ? *weight : Tensor());
-    keeper.add(bias ? *bias : Tensor());
+    keeper.add(value_or_undefined(weight));
+    keeper.add(value_or_undefined(bias));
     keeper.add(mean, /*always_itself=*/true);
     keeper.add(invstd, /*always_itself=*/true);
     keeper.save(ctx);
@@ -78,9 +75,7 @@ struct Norm : torch::autograd::Function<Norm> {
       }
       g = {std::get<0>(found), std::get<1>(found), std::get<2>(found)};
     }
-    std::vector<Tensor> sources = kept.leaves();
-    sources.push_back(grads[0]);
-    g = refuse_double_backward(std::move(g), groups == 0 ? "layer_norm" : "group_norm", sources);
+    g = kept.refuse_double_backward(std::move(g), groups == 0 ? "layer_norm" : "group_norm", grads[0]);
     for (int i = 0; i < 3; ++i)
       if (want[i]) result[i] = g[i];
     return result;
@@ -94,7 +89,7 @@ bool fits(const Tensor& x, const OptTensor& parameter) {
 Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n, bool recompute) {
   const Tensor out = Norm::apply(x, weight, bias, n);
   if (recompute)
-    offer(out, {x, weight ? *weight : Tensor(), bias ? *bias : Tensor()},
+    offer(out, {x, value_or_undefined(weight), value_or_undefined(bias)},
           [n](std::vector<Tensor>& from, const std::vector<bool>&) {
             return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
           });
@@ -102,14 +97,13 @@ Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
 }
 
 bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
-  return needs_grad(x, weight ? *weight : Tensor(), bias ? *bias : Tensor()) && plain(x) && x.numel() > 0 &&
+  return needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)) && plain(x) && x.numel() > 0 &&
          x.device().is_cpu() && fits(x, weight) && fits(x, bias);
 }
 
 Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                       double eps, bool cudnn_enable, bool recompute) {
-  const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
-                  b = bias && bias->defined() ? bias : std::nullopt;
+  const OptTensor w = defined(weight), b = defined(bias);
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
   const bool shaped = !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
                       x.sizes().slice(x.dim() - shape.size()) == shape && whole(w) && whole(b);
@@ -119,8 +113,7 @@ Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& w
 
 Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                       bool cudnn_enabled, bool recompute) {
-  const OptTensor w = weight && weight->defined() ? weight : std::nullopt,
-                  b = bias && bias->defined() ? bias : std::nullopt;
+  const OptTensor w = defined(weight), b = defined(bias);
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
   if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, weight, bias, eps, cudnn_enabled);

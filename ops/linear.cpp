@@ -11,7 +11,6 @@ namespace tsmem {
 namespace {
 
 using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -44,18 +43,14 @@ struct Linear : torch::autograd::Function<Linear> {
       sizes.back() = weight.size(1);
       g[0] = rows.mm(weight).view(sizes);
     }
-    if (kept.any_made()) {
-      std::vector<Tensor> sources = kept.leaves();
-      sources.push_back(grad);
-      g = refuse_double_backward(std::move(g), "linear", sources);
-    }
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "linear", grad);
     return g;
   }
 };
 
 Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
-  const OptTensor b = bias && bias->defined() ? bias : std::nullopt;
-  const bool ours = needs_grad(input, weight, b ? *b : Tensor()) && plain(input) && plain(weight) &&
+  const OptTensor b = defined(bias);
+  const bool ours = needs_grad(input, weight, value_or_undefined(b)) && plain(input) && plain(weight) &&
                     (!b || (plain(*b) && b->dim() == 1)) && input.dim() >= 2 && weight.dim() == 2 &&
                     input.numel() > 0 && weight.numel() > 0;
   return ours ? Linear::apply(input, weight, b) : at::linear(input, weight, bias);

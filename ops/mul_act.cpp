@@ -103,9 +103,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
       if (wants[0] && ctx->needs_input_grad(0))
         g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
     }
-    variable_list sources{grad};
-    sources.insert(sources.end(), kept.leaves().begin(), kept.leaves().end());
-    g = refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), sources);
+    g = kept.refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), grad);
     result[0] = g[0], result[1] = g[1];
     return result;
   }
@@ -124,10 +122,7 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
   if (!usable) return at::mul(activated, scale);
   const Tensor out =
       MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
-  if (recompute)
-    offer(out, {activated, scale}, [](std::vector<Tensor>& from, const std::vector<bool>& spare) {
-      return spare[0] ? from[0].mul_(from[1]) : at::mul(from[0], from[1]);
-    });
+  if (recompute) offer(out, {activated, scale}, multiply_again);
   return out;
 }
 

@@ -11,8 +11,6 @@
 
 namespace tsmem {
 
-using OptTensor = std::optional<at::Tensor>;
-
 // float64 for float64, else float32: what statistics and coefficients are computed and kept in.
 inline at::ScalarType acc_type(at::ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -71,8 +69,5 @@ struct Edges {
 };
 
 inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
-
-inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
-inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
 
 }  // namespace tsmem

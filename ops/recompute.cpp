@@ -31,8 +31,6 @@ namespace {
 constexpr int kLongestChain = 8;
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 // What is known of a node's first output while the node lives.
 struct Known {
   std::weak_ptr<Node> node;
@@ -41,29 +39,28 @@ struct Known {
   bool kept = false;     // somebody keeps it for backward
 };
 
-// Sources that nobody else may keep, held until the output's user has asked for them: as long as the output lives.
-struct Held {
-  const Node* node;
-  WeakTensor output;
+// Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
+// Not copied to what shares its memory (detach).
+struct Held : c10::BackendMeta {
   std::vector<Tensor> sources;
+  c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>&) const override { return {}; }
 };
+
+void let_go(const Tensor& output) {
+  auto* impl = output.unsafeGetTensorImpl();
+  if (dynamic_cast<Held*>(impl->get_backend_meta())) impl->set_backend_meta({});
+}
 
 class Table {
  public:
   // f(known) under the lock; makes the entry where it is missing.
   template <class F>
   void update(const std::shared_ptr<Node>& node, F f) {
-    std::vector<Held> dropped;  // destroyed after the lock is given back: graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep();
     Known& known = entries_[node.get()];
     if (known.node.expired()) known = {node, nullptr};
     f(known);
-    drop([&](const Held& h) { return h.output.expired() || (known.kept && h.node == node.get()); }, dropped);
-  }
-  void hold(Held held) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    held_.push_back(std::move(held));
   }
   std::optional<Known> find(const Node* node) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -78,21 +75,8 @@ class Table {
       it = it->second.node.expired() ? entries_.erase(it) : std::next(it);
     limit_ = 2 * entries_.size() + 1024;
   }
-  template <class F>
-  void drop(F wanted, std::vector<Held>& dropped) {
-    for (size_t i = 0; i < held_.size();) {
-      if (!wanted(held_[i])) {
-        ++i;
-        continue;
-      }
-      dropped.push_back(std::move(held_[i]));
-      if (i + 1 < held_.size()) held_[i] = std::move(held_.back());
-      held_.pop_back();
-    }
-  }
   std::mutex mutex_;
   std::unordered_map<const Node*, Known> entries_;
-  std::vector<Held> held_;
   size_t limit_ = 1024;
 };
 
@@ -124,6 +108,7 @@ void mark_kept(const Tensor& t) {
   const Tensor whole = owner(t);
   if (const auto& node = whole.grad_fn(); node && whole.output_nr() == 0)
     table().update(node, [](Known& k) { k.kept = true; });
+  let_go(whole);
 }
 
 // The leaves of a recipe in the order of make_again(); false where one has gone or was changed.
@@ -203,15 +188,22 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   auto recipe = std::make_shared<Recipe>();
   recipe->make = std::move(make);
   recipe->pieces = pieces;
+  auto held = c10::make_intrusive<Held>();
   for (const Tensor& t : operands) {
     Source s;
     if (t.defined()) {
       if (t.is_inference()) return;
-      s.tensor.emplace(t.getIntrusivePtr());
-      s.version = t._version();
       std::vector<Tensor> leaves;
-      if (!kept_anyway(t)) s.recipe = usable_recipe(t, leaves);
-      if (s.recipe) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+      const bool kept = kept_anyway(t);
+      if (!kept) s.recipe = usable_recipe(t, leaves);
+      if (s.recipe) {
+        recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+      } else {
+        s.tensor.emplace(t.getIntrusivePtr());
+        s.version = t._version();
+        let_go(t);  // a weak pointer would keep its sources alive, and it won't be made again from them
+        if (pieces == Pieces::yes && !kept) held->sources.push_back(t);
+      }
     }
     recipe->sources.push_back(std::move(s));
   }
@@ -219,16 +211,16 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     k.recipe = std::move(recipe);
     k.version = output._version();
   });
-  if (pieces == Pieces::no) return;
-  Held held{node.get(), WeakTensor(output.getIntrusivePtr()), {}};
-  for (const Tensor& t : operands)
-    if (t.defined() && !free_to_keep(t)) held.sources.push_back(t);
-  if (!held.sources.empty()) table().hold(std::move(held));
+  if (!held->sources.empty()) output.unsafeGetTensorImpl()->set_backend_meta(std::move(held));
 }
 
-bool free_to_keep(const Tensor& t) {
-  std::vector<Tensor> leaves;
-  return kept_anyway(t) || (!hooks_active() && usable_recipe(t, leaves));
+bool may_overwrite_first(const std::vector<Tensor>& operands, const std::vector<bool>& spare) {
+  return spare[0] && at::infer_size(operands[0].sizes(), operands[1].sizes()) == operands[0].sizes() &&
+         operands[0].is_non_overlapping_and_dense();
+}
+
+Tensor multiply_again(std::vector<Tensor>& operands, const std::vector<bool>& spare) {
+  return may_overwrite_first(operands, spare) ? operands[0].mul_(operands[1]) : at::mul(operands[0], operands[1]);
 }
 
 void Keeper::add(const Tensor& t, bool always_itself) {
@@ -275,6 +267,12 @@ Tensor Kept::operator[](size_t slot) const {
 }
 
 bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }
+
+std::vector<Tensor> Kept::refuse_double_backward(std::vector<Tensor> grads, const char* op, const Tensor& grad) const {
+  std::vector<Tensor> sources = leaves_;
+  sources.push_back(grad);
+  return tsmem::refuse_double_backward(std::move(grads), op, sources);
+}
 
 bool Kept::any_made() const {
   return std::any_of(recipes_.begin(), recipes_.end(), [](const RecipePtr& r) { return r != nullptr; });

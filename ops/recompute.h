@@ -29,8 +29,11 @@ enum class Pieces { no, yes };
 // put together (cat), so that keeping them instead of it never costs memory; they are held while the output lives.
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, Pieces pieces = Pieces::no);
 
-// True where `t` would not be kept but made again, or somebody keeps it already.
-bool free_to_keep(const at::Tensor& t);
+// Whether the first operand's memory may take the result of an elementwise op on both.
+bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
+
+// The recipe of a product.
+at::Tensor multiply_again(std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
 // What a node keeps, in forward: add() the tensors in order, then save().
 class Keeper {
@@ -54,8 +57,9 @@ class Kept {
   // Whether operator[] makes it: then it's detached from the graph, and its memory is the caller's own.
   bool made(size_t slot) const;
   bool any_made() const;
-  // Everything unpacked: what results depend on under create_graph.
-  const std::vector<at::Tensor>& leaves() const { return leaves_; }
+  // refuse_double_backward() for gradients that depend on what is kept and on `grad`.
+  std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op,
+                                                 const at::Tensor& grad) const;
 
  private:
   std::vector<at::Tensor> leaves_;

@@ -13,7 +13,7 @@ Pattern act_mul() {
                      .rewrite = "%z = tsmem::act(%x, ACT)\n"
                                 "%p = tsmem::mul_act(%z, %s, %x, ACT)",
                      .shared = {"z"},
-                     .activations = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"}}}};
+                     .activations = kSmooth}}};
 }
 
 }  // namespace tsmem

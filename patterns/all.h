@@ -24,6 +24,9 @@ Pattern cat();
 Pattern add();
 Pattern mul();
 
+// Activations whose derivative needs their input.
+inline const std::set<std::string> kSmooth = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"};
+
 // The arguments of aten::batch_norm in a pattern, in order.
 inline const std::string kBatchNorm = "%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn";
 

@@ -1,4 +1,5 @@
 #include "patterns/all.h"
+#include "patterns/same_schema.h"
 
 namespace tsmem {
 
@@ -9,7 +10,7 @@ Pattern cat() {
           .keeps = "before: z, where its user keeps it; after: the pieces, or what they are made from",
           .conditions = "none",
           .for_regions = true,
-          .rules = {{.match = "%z = cat(%xs, %dim)", .rewrite = "%z = tsmem::cat(%xs, %dim)"}}};
+          .rules = {same_schema("cat", 2)}};
 }
 
 }  // namespace tsmem

@@ -1,4 +1,5 @@
 #include "patterns/all.h"
+#include "patterns/same_schema.h"
 
 namespace tsmem {
 
@@ -9,10 +10,7 @@ Pattern layer_norm() {
           .keeps = "before: x, z, statistics; after: x or what it is made from, statistics",
           .conditions = "none",
           .for_regions = true,
-          .rules = {{.match = "%z = layer_norm(%x, %shape, %gamma, %beta, %eps, %cudnn)",
-                     .rewrite = "%z = tsmem::layer_norm(%x, %shape, %gamma, %beta, %eps, %cudnn)"},
-                    {.match = "%z = group_norm(%x, %groups, %gamma, %beta, %eps, %cudnn)",
-                     .rewrite = "%z = tsmem::group_norm(%x, %groups, %gamma, %beta, %eps, %cudnn)"}}};
+          .rules = {same_schema("layer_norm", 6), same_schema("group_norm", 6)}};
 }
 
 }  // namespace tsmem

@@ -1,4 +1,5 @@
 #include "patterns/all.h"
+#include "patterns/same_schema.h"
 
 namespace tsmem {
 
@@ -10,7 +11,7 @@ Pattern linear() {
       .keeps = "before: x, weight; after: what x is made from, weight (each only if the other's gradient is needed)",
       .conditions = "none",
       .for_regions = true,
-      .rules = {{.match = "%y = linear(%x, %weight, %bias)", .rewrite = "%y = tsmem::linear(%x, %weight, %bias)"}}};
+      .rules = {same_schema("linear", 3)}};
 }
 
 }  // namespace tsmem

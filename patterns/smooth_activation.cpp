@@ -9,9 +9,7 @@ Pattern smooth_activation() {
           .keeps = "before: x, z; after: x or what it is made from",
           .conditions = "silu, hardswish, gelu, elu, softplus, mish",
           .for_regions = true,
-          .rules = {{.match = "%z = act(%x)",
-                     .rewrite = "%z = tsmem::act(%x, ACT)",
-                     .activations = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"}}}};
+          .rules = {{.match = "%z = act(%x)", .rewrite = "%z = tsmem::act(%x, ACT)", .activations = kSmooth}}};
 }
 
 }  // namespace tsmem

@@ -291,7 +291,7 @@ class Matcher {
         return fmt::format("another result of {} (its indices) is used", name_of(anchor));
     for (size_t i = 0; i < a.nodes.size(); ++i)
       if (a.ops[i].in_place)
-        if (auto reason = overwrites(a, i); !reason.empty()) return reason;
+        if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
     return disturbed(a);
   }
 
@@ -309,9 +309,6 @@ class Matcher {
     if (others == 0) return "";
     return fmt::format("the output of {} has {} other user{}", name_of(a.nodes[i]), others, others == 1 ? "" : "s");
   }
-
-  // An in-place operator becomes one that writes elsewhere: legal where nobody else sees its input afterwards.
-  std::string overwrites(const Attempt& a, size_t i) { return overwritten_elsewhere(a.nodes[i]); }
 
   // Whether only branches, no loops, lie between a block and a node in it.
   static bool in_branches_of(const Node* n, const Block* block) {
@@ -348,9 +345,8 @@ class Matcher {
     return in_x->kind() != prim::Return && in_x != in_y && in_x->isBefore(in_y);
   }
 
-  std::string overwritten_elsewhere(Node* n) { return seen_after(n->input(0), n, n); }
-
-  // Why the memory of v, which n overwrites, may be read by others when n has run; `user` is the one that leads to n.
+  // Why the memory of v, which n overwrites, may be read by others when n has run; empty: then n may as well write
+  // elsewhere. `user` is the user of v that leads to n.
   std::string seen_after(Value* v, Node* user, Node* n) {
     Node* producer = v->node();
     auto op = ops_.find(producer);

@@ -531,7 +531,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
     for (const auto& [inner, name] : it->second.checkpoints)
-      report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}});
+      report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}, /*whole=*/true});
     Region region{path, method, {}, {}};
     std::set<std::pair<const Scope*, const Node*>> known_kept;
     for (const Found& found : it->second.found) {

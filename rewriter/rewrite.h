@@ -36,6 +36,7 @@ struct Refusal {
 struct Region {
   std::string module, method;
   std::vector<std::string> kept, recomputed;
+  bool whole = false;  // a module of --checkpoint
 };
 
 struct RewriteReport {

@@ -209,11 +209,9 @@ template <class A>
 void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& grad_weight, Tensor& grad_bias) {
   NormArgs& a = m.args;
   const NormKernels& kernels = norm_kernels();
-  const Vector<A> weight(b.weight, 1), bias(b.bias, 0), mean(b.mean, 0), invstd(b.invstd, 1);
-  Coefficients<A> coefficients(m);
+  const Vector<A> invstd(b.invstd, 1);
+  Coefficients<A> coefficients(m, b.weight, b.bias, b.mean, b.invstd);
   coefficients.use(a);
-  for (int64_t c = 0; c < a.channels; ++c) coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
-  coefficients.repeat(m);
   Table<A> tilt(m), level(m);
   a.slope = a.scale;
   const bool through_stats = b.training && want[0];
@@ -497,10 +495,8 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, 
     if (want[i]) grads[i] = at::empty({m.args.channels}, options);
   with_acc(x.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
-    const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
-    Coefficients<A> coefficients(m);
-    for (int64_t c = 0; c < m.args.channels; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
-    coefficients.repeat(m);
+    const Vector<A> s(invstd, 1);
+    Coefficients<A> coefficients(m, weight, bias, mean, invstd);
     coefficients.use(m.args);
     m.args.slope = m.args.scale;
     Table<A> tilt(m), level(m);
@@ -581,9 +577,7 @@ Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptT
     using A = decltype(zero);
     Coefficients<A> coefficients(m);
     if (mean) {
-      const Vector<A> w(weight, 1), b(bias, 0), mu(mean, 0), s(invstd, 1);
-      for (int64_t c = 0; c < C; ++c) coefficients.set(c, mu[c], s[c], w[c], b[c]);
-      coefficients.repeat(m);
+      coefficients = Coefficients<A>(m, weight, bias, mean, invstd);
       coefficients.use(a);
     }
     A* to = out.mutable_data_ptr<A>();
