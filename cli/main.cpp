@@ -11,6 +11,7 @@
 #include "cli.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
+#include "rewriter/op_library.h"
 
 namespace tsmem::cli {
 namespace {

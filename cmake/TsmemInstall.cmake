@@ -30,6 +30,7 @@ if(TARGET tsmem)
   file(RELATIVE_PATH _lib_from_bin /x/${_bin} /x/${_lib})
   set_target_properties(tsmem PROPERTIES INSTALL_RPATH "$ORIGIN/${_lib_from_bin};${_torch_from_bin}")
   install(TARGETS tsmem RUNTIME DESTINATION ${_bin})
+  install(TARGETS tsmem_no_python LIBRARY DESTINATION ${_lib})
 endif()
 
 install(EXPORT tsmemTargets NAMESPACE tsmem:: DESTINATION ${_cmake})

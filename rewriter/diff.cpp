@@ -77,7 +77,7 @@ std::string constant_text(const c10::IValue& value) {
     return nlohmann::json(value.toStringRef()).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   if (value.isList()) return sequence(value.toListRef(), '[', ']');
   if (value.isTuple()) return sequence(value.toTupleRef().elements(), '(', ')');
-  if (value.isObject()) return unmangled(value.type()->repr_str());
+  if (value.isObject()) return unmangled(value.type()->annotation_str());
   return unmangled(c10::str(value));
 }
 
@@ -117,7 +117,7 @@ class Printer {
     for (size_t i = 0; i < graph.inputs().size(); ++i) {
       if (i) add(", ");
       define(graph.inputs()[i]);
-      if (!is_self(graph.inputs()[i])) add(": " + unmangled(graph.inputs()[i]->type()->repr_str()));
+      if (!is_self(graph.inputs()[i])) add(": " + unmangled(graph.inputs()[i]->type()->annotation_str()));
     }
     add("):");
     block(graph.block(), 1);
@@ -231,7 +231,7 @@ class Printer {
           add(constant_text(n->ival(names[i])));
           break;
         case AttributeKind::ty:
-          add(unmangled(n->ty(names[i])->repr_str()));
+          add(unmangled(n->ty(names[i])->annotation_str()));
           break;
         case AttributeKind::g:
           add("{" + fmt::format("{}", fmt::join(graph_lines(*n->g(names[i])), "; ")) + "}");
@@ -526,7 +526,7 @@ std::vector<std::string> attribute_lines(const c10::ClassType& type) {
     std::string kind = type.is_parameter(i) ? " (parameter)" : type.is_buffer(i) ? " (buffer)" : "";
     auto class_type = type.getAttribute(i)->cast<c10::ClassType>();
     // A submodule of another class is compared as that, where it stands.
-    std::string what = class_type && class_type->is_module() ? "module" : unmangled(type.getAttribute(i)->repr_str());
+    std::string what = class_type && class_type->is_module() ? "module" : unmangled(type.getAttribute(i)->annotation_str());
     lines.push_back(type.getAttributeName(i) + ": " + what + kind);
   }
   for (size_t i = 0; i < type.numConstants(); ++i)

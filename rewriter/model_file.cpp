@@ -1,6 +1,5 @@
 #include "model_file.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <torch/csrc/jit/serialization/export.h>
@@ -12,13 +11,23 @@
 #include <cstring>
 #include <filesystem>
 #include <random>
+#include <set>
 
 #include "archive.h"
 #include "error.h"
+#include "op_library.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;
 namespace {
+
+// What stands in `text` between `before` and the first character of `stop`; "" where `before` doesn't occur.
+std::string between(const std::string& text, const std::string& before, const std::string& stop) {
+  auto begin = text.find(before);
+  if (begin == text.npos) return "";
+  begin += before.size();
+  return text.substr(begin, text.find_first_of(stop, begin) - begin);
+}
 
 // What a file of torch.save or torch.export is, "" for TorchScript.
 std::string other_kind(const std::string& path, const Archive& archive) {
@@ -41,12 +50,10 @@ void check_pickles(const std::string& path, const Archive& archive) {
   }
 }
 
-// What stands in `text` between `before` and the first character of `stop`; "" where `before` doesn't occur.
-std::string between(const std::string& text, const std::string& before, const std::string& stop) {
-  auto begin = text.find(before);
-  if (begin == text.npos) return "";
-  begin += before.size();
-  return text.substr(begin, text.find_first_of(stop, begin) - begin);
+// The package whose operators or classes a message of torch::jit::load misses, else "".
+std::string package_missing_in(const std::string& message) {
+  auto package = between(message, "Unknown builtin op: ", ":");
+  return package.empty() ? between(message, "__torch__.torch.classes.", ".") : package;
 }
 
 Error load_error(const std::string& path, const std::exception& e) {
@@ -183,12 +190,16 @@ ModelFile load_model(const std::string& path, const std::string& device) {
   } catch (const std::exception& e) {
     throw Error(kUsage, "'" + device + "' is not a device; use cpu or cuda.");
   }
-  try {
-    file.module = torch::jit::load(path, where, extra);
-  } catch (const std::bad_alloc&) {
-    throw;
-  } catch (const std::exception& e) {
-    throw load_error(path, e);
+  for (std::set<std::string> tried;;) {
+    try {
+      file.module = torch::jit::load(path, where, extra);
+      break;
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::exception& e) {
+      auto package = package_missing_in(e.what());
+      if (!tried.insert(package).second || !load_op_package(package)) throw load_error(path, e);
+    }
   }
   file.extra_files = {extra.begin(), extra.end()};
   return file;
@@ -272,21 +283,6 @@ void save_text(const std::string& text, const std::string& path) {
   file.write(text.data(), text.size());
   file.sync();
   file.rename(true);
-}
-
-void load_op_library(const std::string& path) {
-  std::error_code error;
-  if (!fs::is_regular_file(path, error)) throw Error(kBadInput, "There is no op library '" + path + "'.");
-  // Without a slash dlopen would look in the system's directories instead of here.
-  auto full = fs::absolute(path).string();
-  try {
-    if (dlopen(full.c_str(), RTLD_NOW | RTLD_GLOBAL)) return;
-  } catch (const std::exception& e) {  // a registration that fails
-    throw Error(kBadInput, "Can't load the op library '" + path + "': " + sentence(e) + ".");
-  }
-  std::string why = dlerror();
-  if (why.starts_with(full + ": ")) why = why.substr(full.size() + 2);
-  throw Error(kBadInput, "Can't load the op library '" + path + "': " + why + ".");
 }
 
 void remove_temporary_file() {

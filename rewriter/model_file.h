@@ -55,9 +55,6 @@ bool same_file(const std::string& a, const std::string& b);
 // or pipe (/dev/stdout) is written to.
 void save_text(const std::string& text, const std::string& path);
 
-// dlopens an op library (RTLD_GLOBAL), so that its ops are known. Throws Error(kBadInput).
-void load_op_library(const std::string& path);
-
 // Removes the file that save_model or save_text is writing at this moment. For signal handlers.
 void remove_temporary_file();
 

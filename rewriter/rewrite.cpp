@@ -411,7 +411,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
 
   Scopes scopes;
   std::map<Method, Result> results;
-  std::map<const c10::ClassType*, std::set<std::tuple<const Rule*, std::vector<Node*>, bool>>> known;  // see callee_has
+  std::map<Method, std::set<std::tuple<const Rule*, std::vector<Node*>, bool>>> known;  // see callee_has
   const auto nodes_of = [](const Found& f) {
     std::vector<Node*> nodes;
     for (const Place& p : f.nodes) nodes.push_back(p.node);
@@ -454,11 +454,9 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   const HasMatch callee_has = [&](const c10::ClassType* type, const std::string& name, const Found& f) {
     auto it = results.find({type, name});
     if (it == results.end()) return false;
-    auto& set = known[type];
+    auto& set = known[it->first];
     if (set.empty())
-      for (auto& [method, result] : results)
-        if (method.first == type)
-          for (const Found& g : result.matched.found) set.insert({g.rule, nodes_of(g), g.draws});
+      for (const Found& g : it->second.matched.found) set.insert({g.rule, nodes_of(g), g.draws});
     return set.count({f.rule, nodes_of(f), f.draws}) > 0;
   };
   for (const ModuleClass& c : classes) {

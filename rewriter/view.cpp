@@ -57,6 +57,12 @@ const Scope* Scopes::enter(const Scope* parent, Node* node, int branch, const Va
   return scope.get();
 }
 
+std::optional<int> Scopes::branch_taken(const Scope* parent, Node* node) const {
+  for (int branch : {0, 1})
+    if (all.count({parent, node, branch})) return branch;
+  return std::nullopt;
+}
+
 namespace {
 
 struct Copier {
@@ -133,12 +139,15 @@ struct Copier {
         }
       }
     } else if (n->kind() == prim::If) {
-      if (auto condition = constant(map.at(n->input(0))); condition && condition->isBool()) {
-        const int branch = condition->toBool() ? 0 : 1;
-        const Scope* inner_scope = scopes.enter(scope, n, branch, nullptr);
+      // An earlier copy may have known the condition from a call that is not inlined in this one.
+      std::optional<int> branch = scopes.branch_taken(scope, n);
+      if (auto condition = constant(map.at(n->input(0))); !branch && condition && condition->isBool())
+        branch = condition->toBool() ? 0 : 1;
+      if (branch) {
+        const Scope* inner_scope = scopes.enter(scope, n, *branch, nullptr);
         if (inlines(inner_scope)) {
-          copy_block(n->blocks()[branch], to, map, inner_scope);
-          finish_inlined(n, n->blocks()[branch], map, map, inner_scope);
+          copy_block(n->blocks()[*branch], to, map, inner_scope);
+          finish_inlined(n, n->blocks()[*branch], map, map, inner_scope);
           return;
         }
       }

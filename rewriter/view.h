@@ -33,6 +33,8 @@ struct Scope {
 
 struct Scopes {
   const Scope* enter(const Scope* parent, Node* node, int branch, const Value* self);
+  // The branch of an If that has been entered as the one that its condition, a constant, leaves.
+  std::optional<int> branch_taken(const Scope* parent, Node* node) const;
   std::map<std::tuple<const Scope*, Node*, int>, std::unique_ptr<Scope>> all;
 };
 

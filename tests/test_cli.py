@@ -1,6 +1,7 @@
 """The command line's commands on models that are fine."""
 import json
 import os
+import pathlib
 import shutil
 import stat
 import subprocess
@@ -380,3 +381,58 @@ def test_missing_commands_and_formats_say_so(model):
     assert "plan" in run("--help").stdout
     fails(2, "plan", model, "--input", SPEC, says=["This version", "rewrite"])
     fails(2, "diff", model, model, "--format", "html", says=["This version", "text"])
+
+
+def test_operators_of_torchvision_are_found_beside_torch(tmp_path):
+    """A detection model's file needs no --ops; it can be given all the same."""
+    torchvision = pytest.importorskip("torchvision")
+
+    class Boxes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 3)
+            self.bn = torch.nn.BatchNorm2d(8)
+
+        def forward(self, x, boxes):
+            return torchvision.ops.roi_align(torch.relu(self.bn(self.conv(x))), [boxes], 3)
+
+    model, new = tmp_path / "model.pt", tmp_path / "new.pt"
+    torch.jit.script(Boxes()).save(str(model))
+    torch.save((torch.randn(1, 3, 16, 16), torch.tensor([[0.0, 0.0, 8.0, 8.0]])), tmp_path / "inputs.pt")
+    library = pathlib.Path(torchvision.__file__).parent / "_C.so"
+    for options in ([], ["--ops", str(library)]):
+        done = run("rewrite", model, "-o", new, "--force", "--inputs", f"@{tmp_path / 'inputs.pt'}", *options)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(extra_file(new, "tsmem.json"))["matches"]
+
+
+@torch.jit.script
+class Coder:
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def encode(self, x: torch.Tensor):
+        return x * self.scale
+
+
+class WithCoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.coder = Coder(2.0)
+
+    def encode(self, coder: Coder, x: torch.Tensor):
+        return coder.encode(x)
+
+    def forward(self, x):
+        return self.encode(self.coder, torch.relu(self.conv(x)))
+
+
+def test_diff_of_a_model_with_classes_of_its_own(tmp_path):
+    """A class is printed with its name alone, not with an address that differs from file to file."""
+    a, b, c = (tmp_path / name for name in ("a.pt", "b.pt", "c.pt"))
+    torch.jit.script(WithCoder()).save(str(a))
+    assert run("rewrite", a, "-o", b).returncode == 0
+    assert run("rewrite", b, "--restore", "-o", c).returncode == 0
+    assert " at: 0x" not in run("diff", a, b).stdout
+    assert run("diff", a, c).returncode == 0

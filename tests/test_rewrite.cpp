@@ -218,6 +218,25 @@ TEST(Rewrite, ConstantBranchesAreTransparent) {
   expect_same_numbers(original, m, image());
 }
 
+// torchvision's detection models ask `_is_tracing()`: the call stays, the branch that it decides does not.
+TEST(Rewrite, BranchesOnACallThatReturnsAConstantAreTransparent) {
+  Module m = net(R"(
+    def exporting(self):
+        return False
+    def forward(self, x):
+        y = self.bn.forward(x)
+        if self.exporting():
+            z = y
+        else:
+            z = torch.relu(y)
+        return z
+  )");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, only({"bn-act"}))), V{"bn-act"});
+  FileCheck().check("tsmem::batch_norm_act")->check_not("aten::relu")->run(graph(m));
+  expect_same_numbers(original, m, image());
+}
+
 TEST(Rewrite, InPlaceActivationOfACallersTensorIsLegalInTheCaller) {
   Module act = module("Act");
   act.define("def forward(self, x):\n    return torch.relu_(x)\n");
@@ -552,6 +571,25 @@ TEST(Rewrite, OneDropoutClassInTwoPlaces) {
   )");
   Module original = reload(m);
   rewrite(m, {});
+  expect_same_numbers(original, m, image());
+}
+
+// As timm's forward_head: the argument's default decides the branch, and with it whether the dropout has a neighbour.
+TEST(Rewrite, ADropoutInAnotherMethodOfTheSameModule) {
+  Module m = net(R"(
+    def head(self, x, features: bool):
+        x = torch.dropout(x, 0.0, self.training)
+        if features:
+            r = x
+        else:
+            r = torch.tanh(x)
+        return r
+    def forward(self, x):
+        return self.head(self.conv.forward(x), False)
+  )");
+  Module original = reload(m);
+  rewrite(m, {});
+  FileCheck().check("tsmem::dropout")->run(graph(m));
   expect_same_numbers(original, m, image());
 }
 
