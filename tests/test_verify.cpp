@@ -166,6 +166,20 @@ TEST(Verify, RandomStream) {
   expect_unequal(net(dropped), "random");
 }
 
+TEST(Verify, DrawsThatDependOnRoundingAreJudgedInFloat64) {
+  const std::string source = R"(
+def forward(self, x):
+  drawn = torch.rand([EXACT])
+  return torch.conv2d(x, self.weight, self.bias) + 0 * drawn.sum()
+)";
+  // float32 loses the last bits to the 64, float64 keeps them.
+  const Module a = net(with(source, "EXACT", "1 if bool(((x + 64.0) - 64.0 == x).all()) else 2"));
+  const VerifyResult r = verify(a, net(with(source, "EXACT", "1")), image(), quick());
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_TRUE(std::any_of(r.notes.begin(), r.notes.end(),
+                          [](const std::string& n) { return n.find("depends on rounding") != n.npos; }));
+}
+
 TEST(Verify, SecondModelRaises) {
   expect_unequal(
       net(with(kNet, "  y = torch.conv2d", "  assert not self.training, \"no training\"\n  y = torch.conv2d")),
