@@ -10,12 +10,13 @@
 #include "rewriter/memory.h"
 #include "rewriter/model_file.h"
 #include "run_options.h"
+#include "timeline.h"
 
 namespace tsmem::cli {
 namespace {
 
 struct Options {
-  std::string model, other, plot;
+  std::string model, other, plot, trace;
   RunOptions run;
   bool eval = false, input_grad = false;
   int depth = 2, steps = 5, warmup = 3;
@@ -33,13 +34,15 @@ int depth_of(const std::string& path) {
 // Every module with what the modules inside of it have added.
 std::map<std::string, ModuleMemory> totals(const Profile& p) {
   std::map<std::string, ModuleMemory> sums;
-  for (auto& m : p.modules) sums[m.path] = {m.path, m.type, 0, 0, 0};
+  for (auto& m : p.modules) sums[m.path] = {m.path, m.type};
   for (auto& m : p.modules)
     for (auto path = m.path;; path = parent(path)) {
       auto& s = sums[path];
       s.saved_bytes += m.saved_bytes;
       s.forward_bytes += m.forward_bytes;
       s.backward_bytes += m.backward_bytes;
+      s.forward_seconds += m.forward_seconds;
+      s.backward_seconds += m.backward_seconds;
       if (path.empty()) break;
     }
   return sums;
@@ -55,9 +58,10 @@ void print_tree(const Profile& p, const Profile* other, const Options& o) {
   auto theirs = other ? totals(*other) : std::map<std::string, ModuleMemory>();
   std::vector<std::vector<std::string>> rows;
   if (other)
-    rows.push_back({"module", "type", "saved", "other", "ratio", "backward", "other"});
+    rows.push_back({"module", "type", "saved", "other", "ratio", "backward", "other", "time", "other"});
   else
-    rows.push_back({"module", "type", "saved", "share", "forward", "backward"});
+    rows.push_back({"module", "type", "saved", "share", "forward", "backward", "time"});
+  const auto time = [](const ModuleMemory& m) { return seconds_text(m.forward_seconds + m.backward_seconds); };
   size_t folded = 0;
   for (auto& m : p.modules) {
     auto& s = sums[m.path];
@@ -72,13 +76,14 @@ void print_tree(const Profile& p, const Profile* other, const Options& o) {
     if (other)
       rows.push_back({label(m.path), m.type, bytes_text(s.saved_bytes), t ? bytes_text(t->saved_bytes) : "-",
                       t ? ratio_text(static_cast<double>(t->saved_bytes), static_cast<double>(s.saved_bytes)) : "-",
-                      bytes_text(s.backward_bytes), t ? bytes_text(t->backward_bytes) : "-"});
+                      bytes_text(s.backward_bytes), t ? bytes_text(t->backward_bytes) : "-", time(s),
+                      t ? time(*t) : "-"});
     else
       rows.push_back({label(m.path), m.type, bytes_text(s.saved_bytes),
                       p.saved_bytes ? fmt::format("{:.1f} %", 100.0 * static_cast<double>(s.saved_bytes) /
                                                                   static_cast<double>(p.saved_bytes))
                                     : "-",
-                      bytes_text(s.forward_bytes), bytes_text(s.backward_bytes)});
+                      bytes_text(s.forward_bytes), bytes_text(s.backward_bytes), time(s)});
   }
   for (size_t c = 2; c < rows[0].size(); ++c) align_right(rows, c);
   print(table(rows));
@@ -142,6 +147,37 @@ void print_totals(const Profile& p, const Profile* other, bool color) {
   print(text.substr(0, at) + paint(text.substr(at, end - at), Color::bold, color) + text.substr(end) + "\n");
 }
 
+void print_peak(const std::string& path, const Profile& p) {
+  if (p.peak_event < 0) return;
+  const Event& e = p.timeline[static_cast<size_t>(p.peak_event)];
+  print(fmt::format("{} is at its peak in {}, in {}{}.\n", path, e.backward ? "backward" : "forward",
+                    e.module.empty() ? "the model itself" : e.module, e.op.empty() ? "" : " (" + e.op + ")"));
+}
+
+bool ends_in(const std::string& path, std::initializer_list<const char*> suffixes) {
+  return std::any_of(suffixes.begin(), suffixes.end(), [&](const char* s) { return path.ends_with(s); });
+}
+
+// Before anything is measured.
+void check_files(const Options& o) {
+  if (!o.plot.empty() && !ends_in(o.plot, {".svg", ".png", ".html", ".htm"}))
+    throw Error(kUsage, "--plot '" + o.plot + "' is no picture that tsmem draws; end its name in .svg, .png or .html.");
+  for (auto& file : {o.plot, o.trace})
+    if (!file.empty() && !file.starts_with("/dev/")) check_output(file, /*force=*/true);
+  for (auto& file : {o.plot, o.trace})
+    for (auto& model : {o.model, o.other})
+      if (!file.empty() && !model.empty() && same_file(file, model))
+        throw Error(kUsage, "'" + file + "' would replace a model that this command reads.");
+}
+
+void write_files(const std::vector<TitledProfile>& profiles, const Options& o) {
+  if (!o.trace.empty()) save_text(chrome_trace(profiles), o.trace);
+  if (o.plot.empty()) return;
+  const bool page = ends_in(o.plot, {".html", ".htm"});
+  const auto picture = page ? timeline_html(profiles) : timeline_svg(profiles);
+  save_text(o.plot.ends_with(".png") ? png_of(picture) : picture, o.plot);
+}
+
 Profile measure(const std::string& path, const Options& o, const Common& common) {
   auto file = load_model(path, o.run.device);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
@@ -159,7 +195,7 @@ Profile measure(const std::string& path, const Options& o, const Common& common)
 }
 
 int run(const Options& o, const Common& common) {
-  if (!o.plot.empty()) throw Error(kUsage, "Plots are not available in this version; use --json or --vs.");
+  check_files(o);
   o.run.apply();
   require_device(o.run.device);
   auto p = measure(o.model, o, common);
@@ -170,6 +206,9 @@ int run(const Options& o, const Common& common) {
     if (other) json["vs"] = to_json(*other);
     write_json(json, o.run.json, {o.model, o.other});
   }
+  std::vector<TitledProfile> profiles{{o.model, &p}};
+  if (other) profiles.push_back({o.other, other.get()});
+  write_files(profiles, o);
   if (o.run.json == "-") return kOk;
   bool color = use_color(common);
   print(paint(o.model, Color::bold, color) + (other ? " and " + paint(o.other, Color::bold, color) : "") +
@@ -177,6 +216,8 @@ int run(const Options& o, const Common& common) {
   print_totals(p, other.get(), color);
   if (!p.has_backward)
     print("No output needs a gradient, so there was no backward; --input-grad asks for the inputs' gradients.\n\n");
+  for (auto& titled : profiles) print_peak(titled.title, *titled.profile);
+  print("\n");
   print_tree(p, other.get(), o);
   print_ops(p, other.get());
   return kOk;
@@ -198,12 +239,17 @@ Run add_profile(CLI::App& app, const Common& common) {
   app.add_option("--warmup", o->warmup, "Steps before the one that is recorded (default 3)")
       ->type_name("N")
       ->check(CLI::Range(3, 100000));
-  app.add_option("--plot", o->plot, "Not in this version")->type_name("FILE")->group("Not in this version");
+  app.add_option("--plot", o->plot,
+                 "Draw live bytes over the step by module, as .svg, .png or .html (one page, with zoom and a table)")
+      ->type_name("FILE");
+  app.add_option("--trace", o->trace, "Write ops and live bytes for chrome://tracing and ui.perfetto.dev")
+      ->type_name("FILE.json");
   app.footer(
-      "Example: tsmem profile model.pt --input 8x3x224x224 --vs model.mem.pt\n\n"
+      "Example: tsmem profile model.pt --input 8x3x224x224 --vs model.mem.pt --plot memory.html\n\n"
       "saved: bytes alive after forward because backward needs them; peak: the most bytes that a step has allocated at "
       "once.\n"
-      "forward, backward: bytes allocated there, freed again or not.");
+      "forward, backward: bytes allocated there, freed again or not. time: in a module's operators and their backward, "
+      "in the recorded step.");
   return [o, &common] { return run(*o, common); };
 }
 

@@ -526,7 +526,8 @@ std::vector<std::string> attribute_lines(const c10::ClassType& type) {
     std::string kind = type.is_parameter(i) ? " (parameter)" : type.is_buffer(i) ? " (buffer)" : "";
     auto class_type = type.getAttribute(i)->cast<c10::ClassType>();
     // A submodule of another class is compared as that, where it stands.
-    std::string what = class_type && class_type->is_module() ? "module" : unmangled(type.getAttribute(i)->annotation_str());
+    std::string what =
+        class_type && class_type->is_module() ? "module" : unmangled(type.getAttribute(i)->annotation_str());
     lines.push_back(type.getAttributeName(i) + ": " + what + kind);
   }
   for (size_t i = 0; i < type.numConstants(); ++i)
@@ -597,6 +598,34 @@ std::string ops_text(const std::map<std::string, int>& ops) {
 std::string painted(const std::string& text, const char* code, bool color) {
   return color ? "\033[" + std::string(code) + "m" + text + "\033[0m" : text;
 }
+
+}  // namespace
+
+std::vector<Row> side_by_side(const MethodDiff& d) {
+  dtl::Diff<std::string> lines(d.a, d.b);
+  lines.onHuge();
+  lines.compose();
+  std::vector<Row> rows;
+  size_t a = 0, b = 0, went = 0, came = 0;  // lines so far; rows of the change under way
+  const auto row = [&](size_t& of_side) -> Row& {
+    const size_t change = std::max(went, came);
+    if (of_side++ == change) rows.emplace_back();
+    return rows[rows.size() - std::max(went, came) + of_side - 1];
+  };
+  for (auto& [line, info] : lines.getSes().getSequence()) {
+    if (info.type == dtl::SES_COMMON) {
+      went = came = 0;
+      rows.push_back({a++, b++});
+    } else if (info.type == dtl::SES_DELETE) {
+      row(went).a = a++;
+    } else {
+      row(came).b = b++;
+    }
+  }
+  return rows;
+}
+
+namespace {
 
 std::string hunks_text(const MethodDiff& d, bool color) {
   dtl::Diff<std::string> lines(d.a, d.b);
@@ -719,7 +748,7 @@ MethodDiff total_difference(const Module& a, const Module& b, const std::string&
   return d;
 }
 
-std::string ops_lines(const MethodDiff& d, bool color) {
+ChangedOps changed_ops(const MethodDiff& d) {
   // Arithmetic on sizes and checks of arguments would drown the rest.
   auto on_tensors = [&](const std::map<std::string, int>& ops) {
     std::map<std::string, int> result;
@@ -727,11 +756,13 @@ std::string ops_lines(const MethodDiff& d, bool color) {
       if (d.on_tensors.count(op.first)) result.insert(op);
     return result;
   };
-  auto removed = on_tensors(d.removed_ops), added = on_tensors(d.added_ops);
-  if (removed.empty() && added.empty()) {
-    removed = d.removed_ops;
-    added = d.added_ops;
-  }
+  ChangedOps ops{on_tensors(d.removed_ops), on_tensors(d.added_ops)};
+  if (ops.removed.empty() && ops.added.empty()) return {d.removed_ops, d.added_ops};
+  return ops;
+}
+
+std::string ops_lines(const MethodDiff& d, bool color) {
+  const auto [removed, added] = changed_ops(d);
   std::string text;
   if (!removed.empty()) text += painted("  - " + ops_text(removed), "31", color) + "\n";
   if (!added.empty()) text += painted("  + " + ops_text(added), "32", color) + "\n";

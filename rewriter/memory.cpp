@@ -136,7 +136,8 @@ struct Frame {  // one at::RecordFunction that runs
   std::string name;
   int64_t sequence;
   at::RecordScope scope;
-  size_t ordinal = 0;  // of an op: how many of its name ran before
+  size_t ordinal = 0;            // of an op: how many of its name ran before
+  std::optional<size_t> span{};  // that it is
 };
 thread_local std::vector<Frame> frames;
 
@@ -203,7 +204,12 @@ class Recorder : public c10::MemoryReportingInfoBase {
   void enter(const at::RecordFunction& f) {
     bool nested = f.scope() == at::RecordScope::TORCHSCRIPT_FUNCTION;
     frames.push_back({f.name(), f.seqNr(), f.scope()});
-    if (f.scope() == at::RecordScope::BACKWARD_FUNCTION) return;
+    if (f.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+      std::lock_guard lock(mutex_);
+      if (first(f.scope()) == &frames.back() && !graphs_.contains(f.seqNr()))
+        begin_span({"", node_name(f.name()), {}}, f.seqNr());
+      return;
+    }
     if (nested) {
       std::lock_guard lock(mutex_);
       // The node of a differentiated graph was made just before its forward began.
@@ -213,16 +219,30 @@ class Recorder : public c10::MemoryReportingInfoBase {
     }
     {
       std::lock_guard lock(mutex_);
-      if (backward_) return;
+      if (backward_) {
+        // A differentiated graph's node is as long as all that it runs: its ops are told apart.
+        if (auto node = node_sequence(); first(f.scope()) == &frames.back() && graphs_.contains(node))
+          begin_span({"", f.name(), {}}, node);
+        return;
+      }
       frames.back().ordinal = op_modules_[f.name()].size();
       op_modules_[f.name()].emplace_back(std::nullopt);
     }
     auto origin = here();
     std::lock_guard lock(mutex_);
+    if (first(f.scope()) == &frames.back()) begin_span(origin, -1);
     if (origin.ops.empty()) op_modules_[f.name()][frames.back().ordinal] = origin.module;
     if (!origin.ops.empty() && !graphs_.empty()) graphs_.rbegin()->second.push_back(origin);
     // An op that makes no autograd node leaves its number to the next one, so the last to show it is the node's op.
     if (f.seqNr() >= 0) by_sequence_[f.seqNr()] = origin;
+  }
+
+  void leave() {
+    if (auto span = frames.back().span) {
+      std::lock_guard lock(mutex_);
+      spans_[*span].span.seconds = seconds_since(start_) - spans_[*span].span.t;
+    }
+    frames.pop_back();
   }
 
   // Whether ops ran whose module is not known.
@@ -250,7 +270,15 @@ class Recorder : public c10::MemoryReportingInfoBase {
       for (auto& o : ops) settle(o);
     for (auto& [_, o] : by_sequence_) settle(o);
     for (auto& a : allocations_)
-      if (a.backward) a.origin.module = backward_module(a);
+      if (a.backward) a.origin.module = backward_module(a.node, a.inner);
+    for (auto& s : spans_) {
+      if (s.span.backward)
+        s.origin.module = backward_module(s.node, s.origin.op);
+      else
+        settle(s.origin);
+      s.span.module = s.origin.module;
+      s.span.op = s.origin.op;
+    }
     for (auto& e : events_)
       if (e.index != kUnknown) {
         e.event.module = allocations_[e.index].origin.module;
@@ -283,6 +311,13 @@ class Recorder : public c10::MemoryReportingInfoBase {
     for (auto& [_, op] : ops) p.ops.push_back(op);
     std::stable_sort(p.ops.begin(), p.ops.end(), [](auto& a, auto& b) { return a.saved_bytes > b.saved_bytes; });
     for (auto& e : events_) p.timeline.push_back(std::move(e.event));
+    for (auto& s : spans_) {
+      (s.span.backward ? row(s.span.module).backward_seconds : row(s.span.module).forward_seconds) += s.span.seconds;
+      p.spans.push_back(std::move(s.span));
+    }
+    int64_t now = 0;
+    for (size_t i = 0; i < p.timeline.size(); ++i)
+      if ((now += p.timeline[i].bytes) == peak_ && p.peak_event < 0) p.peak_event = static_cast<int64_t>(i);
   }
 
  private:
@@ -292,10 +327,22 @@ class Recorder : public c10::MemoryReportingInfoBase {
     size_t index;  // of its allocation
   };
 
+  struct PlacedSpan {
+    Span span;
+    Origin origin;
+    int64_t node;  // in backward: as in Allocation
+  };
+
   static const Frame* first(at::RecordScope scope) {
     for (auto& f : frames)
       if (f.scope == scope && !f.name.starts_with("autograd::engine::")) return &f;
     return nullptr;
+  }
+
+  // "torch::autograd::CppNode<tsmem::(anonymous namespace)::Conv>" is the node of Conv.
+  static std::string node_name(const std::string& name) {
+    auto last = name.substr(name.rfind(':') + 1);
+    return last.substr(0, last.find('>'));
   }
 
   static int64_t node_sequence() {
@@ -312,7 +359,7 @@ class Recorder : public c10::MemoryReportingInfoBase {
     auto* node = first(at::RecordScope::BACKWARD_FUNCTION);
     Origin origin;
     if (node) {
-      origin.op = node->name.substr(node->name.rfind(':') + 1);
+      origin.op = node_name(node->name);
       return origin;
     }
     origin.op = inner_op();
@@ -329,16 +376,23 @@ class Recorder : public c10::MemoryReportingInfoBase {
   }
 
   // The module of the forward op that made the node.
-  std::string backward_module(const Allocation& a) const {
-    if (a.node < 0) return "";
-    if (auto graph = graphs_.find(a.node); graph != graphs_.end() && !graph->second.empty()) {
+  std::string backward_module(int64_t node, const std::string& inner) const {
+    if (node < 0) return "";
+    if (auto graph = graphs_.find(node); graph != graphs_.end() && !graph->second.empty()) {
       // "aten::_batch_norm_impl_index_backward" belongs to "aten::_batch_norm_impl_index".
       for (auto op = graph->second.rbegin(); op != graph->second.rend(); ++op)
-        if (!op->op.empty() && a.inner.starts_with(op->op)) return op->module;
+        if (!op->op.empty() && inner.starts_with(op->op)) return op->module;
       return graph->second.back().module;
     }
-    auto it = by_sequence_.upper_bound(a.node);
+    auto it = by_sequence_.upper_bound(node);
     return it == by_sequence_.begin() ? "" : std::prev(it)->second.module;
+  }
+
+  // The last frame is an op that counts for a module. With the lock held.
+  void begin_span(const Origin& origin, int64_t node) {
+    if (paused_ || backward_done_) return;
+    frames.back().span = spans_.size();
+    spans_.push_back({{seconds_since(start_), 0, backward_, "", ""}, origin, node});
   }
 
   const c10::DeviceType device_;
@@ -356,6 +410,7 @@ class Recorder : public c10::MemoryReportingInfoBase {
   OpModules op_modules_;
   std::string last_module_;
   std::vector<IndexedEvent> events_;
+  std::vector<PlacedSpan> spans_;
 };
 
 // Observes ops on this thread and on those that inherit its state, while it lives.
@@ -368,7 +423,7 @@ class OpObserver {
                                                return nullptr;
                                              },
                                              [](const at::RecordFunction&, at::ObserverContext*) {
-                                               if (recorder() && !frames.empty()) frames.pop_back();
+                                               if (auto* r = recorder(); r && !frames.empty()) r->leave();
                                              })
                                              .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
                                                       at::RecordScope::TORCHSCRIPT_FUNCTION}));
@@ -604,7 +659,7 @@ Profile profile(torch::jit::Module& module, const std::vector<IValue>& inputs, c
   std::map<std::string, size_t> index;
   for (const auto& m : module.named_modules()) {
     index[m.name] = p.modules.size();
-    p.modules.push_back({m.name, m.value.type()->name()->name(), 0, 0, 0});
+    p.modules.push_back({m.name, m.value.type()->name()->name()});
   }
   p.input_bytes = storage_bytes(all_tensors(c10::ivalue::Tuple::create(inputs)));
   std::vector<at::Tensor> parameters;
@@ -660,7 +715,9 @@ nlohmann::json to_json(const Profile& p) {
                        {"type", m.type},
                        {"saved_bytes", m.saved_bytes},
                        {"forward_bytes", m.forward_bytes},
-                       {"backward_bytes", m.backward_bytes}});
+                       {"backward_bytes", m.backward_bytes},
+                       {"forward_seconds", m.forward_seconds},
+                       {"backward_seconds", m.backward_seconds}});
   for (auto& o : p.ops) ops.push_back({{"op", o.op}, {"saved_bytes", o.saved_bytes}, {"count", o.count}});
   for (auto& e : p.timeline)
     timeline.push_back({{"t", e.t},

@@ -20,12 +20,19 @@ struct Event {
   std::string op;      // the outermost op or autograd node; what is freed carries module and op of its allocation
 };
 
+// One op of forward, or one autograd node of backward, that runs inside no other.
+struct Span {
+  double t, seconds;  // since the step began; of the recorded step, which recording makes slower
+  bool backward;
+  std::string module, op;
+};
+
+// Of what this module itself does, not its children.
 struct ModuleMemory {
   std::string path, type;
-  int64_t saved_bytes;     // of what this module itself (not its children) allocated in forward: alive because backward
-                           // needs it
-  int64_t forward_bytes;   // allocated in forward
-  int64_t backward_bytes;  // allocated in backward
+  int64_t saved_bytes = 0;                           // allocated in forward, alive because backward needs it
+  int64_t forward_bytes = 0, backward_bytes = 0;     // allocated there
+  double forward_seconds = 0, backward_seconds = 0;  // in ops, of the recorded step
 };
 
 struct OpMemory {
@@ -44,6 +51,8 @@ struct Profile {
   std::vector<ModuleMemory> modules;  // every module, parents first; the sums over them are the totals
   std::vector<OpMemory> ops;          // forward ops with saved bytes, most first
   std::vector<Event> timeline;
+  std::vector<Span> spans;
+  int64_t peak_event = -1;  // the event of `timeline` that reaches the peak; -1: nothing was allocated
 };
 
 struct ProfileOptions {

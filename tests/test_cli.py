@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
@@ -377,10 +378,34 @@ def test_missing_levels_say_so(model, tmp_path, options):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_commands_and_formats_say_so(model):
+def test_missing_commands_say_so(model):
     assert "plan" in run("--help").stdout
     fails(2, "plan", model, "--input", SPEC, says=["This version", "rewrite"])
-    fails(2, "diff", model, model, "--format", "html", says=["This version", "text"])
+
+
+def page_data(html):
+    """The data of one of tsmem's pages, which must need nothing from elsewhere."""
+    assert not re.search(r"""(src|href)\s*=|https?://|@import|url\(""", html)
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+
+
+def test_diff_html(model, rewritten):
+    done = run("diff", model, rewritten, "--format", "html")
+    assert done.returncode == 1
+    data = page_data(done.stdout)
+    changed = [m for m in data["methods"] if m["status"] != "same"]
+    text = run("diff", model, rewritten, "--format", "json").stdout
+    assert len(changed) == len([m for m in json.loads(text)["methods"] if m["status"] != "same"]) > 0
+    assert any("tsmem::batch_norm_act" in m["added"] for m in changed)
+    for method in changed:
+        for side, other in ((0, 2), (2, 0)):  # every line once, in order
+            numbers = [row[side] for row in method["rows"] if row[side] is not None]
+            assert numbers == list(range(1, len(numbers) + 1))
+        assert all((a == b) == equal for _, a, _, b, equal in method["rows"])
+        assert not all(row[4] for row in method["rows"])
+    same = run("diff", model, model, "--format", "html")
+    assert same.returncode == 0 and not any(m["rows"] for m in page_data(same.stdout)["methods"])
+    fails(2, "diff", model, model, "--format", "html", "--stat", says="--stat")
 
 
 def test_operators_of_torchvision_are_found_beside_torch(tmp_path):

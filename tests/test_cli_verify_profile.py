@@ -1,8 +1,11 @@
 """tsmem profile and tsmem verify, run as a user runs them, on small models scripted here."""
+import itertools
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -241,8 +244,56 @@ def test_errors(models, args, code, says):
     assert says in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *args, code=code))
 
 
-def test_plots_say_that_they_come_later(models):
-    assert "not available in this version" in one_sentence(tsmem("profile", models / "net.pt", *SHAPE, "--plot", "x.svg", code=2))
+def test_pictures(models, tmp_path):
+    plain, rewritten = models / "net.pt", tmp_path / "net.mem.pt"
+    tsmem("rewrite", plain, "-o", rewritten)
+    report = tmp_path / "report.json"
+    for kind in ("svg", "png", "html"):
+        picture = tmp_path / f"memory.{kind}"
+        picture.write_text("replaced")
+        tsmem("profile", plain, *SHAPE, "--vs", rewritten, "--plot", picture, "--json", report, "--trace", tmp_path / "trace.json")
+        data, profiles = picture.read_bytes(), json.loads(report.read_text())
+        if kind == "svg":
+            texts = ["".join(e.itertext()) for e in ElementTree.fromstring(data).iter() if e.tag.endswith("text")]
+            # One scale: the same marks on the axis twice; a peak each; the modules that the colours stand for.
+            marks = [t for t in texts if t.endswith("MiB") or t.endswith("KiB")]
+            assert len(marks) % 2 == 0 and sum(t.startswith("peak ") for t in texts) == 2
+            assert {"stem", "blocks.0", "head"} <= set(texts) and {"forward", "backward"} <= set(texts)
+        elif kind == "png":
+            assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
+        else:
+            page = json.loads(re.search(rb'id="data">(.*?)</script>', data, re.S)[1])
+            assert not re.search(rb"(src|href)\s*=|https?://|@import", data)
+            for drawn, told in zip(page["profiles"], (profiles, profiles["vs"])):
+                assert drawn["peak"] == told["peak_bytes"] and drawn["saved"] == told["saved_bytes"]
+                assert max(itertools.accumulate(drawn["bytes"])) == drawn["peak"]
+                assert [m[0] for m in drawn["modules"]] == [m["path"] for m in told["modules"]]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for process, told in ((1, profiles), (2, profiles["vs"])):
+        live = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == process]
+        assert max(live) == told["peak_bytes"]
+        assert {"forward", "backward"} == {e["cat"] for e in events if e["ph"] == "X" and e["pid"] == process}
+
+
+def test_modules_have_their_time(models, tmp_path):
+    report = tmp_path / "report.json"
+    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    profile = json.loads(report.read_text())
+    times = {m["path"]: (m["forward_seconds"], m["backward_seconds"]) for m in profile["modules"]}
+    assert all(min(times[path]) > 0 for path in ("stem", "blocks.0.conv", "others.0.norm", "head"))
+    recorded = profile["timeline"][-1]["t"]
+    assert 0 < sum(map(sum, times.values())) <= 1.5 * recorded
+
+
+def test_a_picture_that_cannot_be_drawn(models, tmp_path):
+    model = models / "net.pt"
+    assert "--plot" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", tmp_path / "x.gif", code=2))
+    assert "no directory" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", tmp_path / "none" / "x.svg", code=3))
+    assert "replace a model" in one_sentence(tsmem("profile", model, *SHAPE, "--trace", model, code=2))
+    picture = tmp_path / "x.png"
+    picture.write_text("old")
+    assert "rsvg-convert" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", picture, code=3, PATH=str(tmp_path)))
+    assert picture.read_text() == "old"
 
 
 def test_cuda_or_a_sentence(models):

@@ -1,0 +1,28 @@
+// Pictures of a profile: live bytes over one training step, stacked by module.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "rewriter/memory.h"
+
+namespace tsmem::cli {
+
+struct TitledProfile {
+  std::string title;
+  const Profile* profile;
+};
+
+// One panel a profile, all on the same scales: MiB over milliseconds of the recorded step, backward shaded, the peak
+// marked.
+std::string timeline_svg(const std::vector<TitledProfile>& profiles);
+
+// The same as one page without links: hover, zoom, and a table of the modules.
+std::string timeline_html(const std::vector<TitledProfile>& profiles);
+
+// For chrome://tracing and ui.perfetto.dev: a process a profile, with its ops and a counter of live bytes by module.
+std::string chrome_trace(const std::vector<TitledProfile>& profiles);
+
+// SVG as PNG, by the program rsvg-convert (Debian: librsvg2-bin). Throws Error(kBadInput) where it is missing or fails.
+std::string png_of(const std::string& svg);
+
+}  // namespace tsmem::cli
