@@ -204,15 +204,18 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def("act(Tensor self, str act, float[] act_args, bool recompute=False) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  if (another_copy_registered()) return;
   m.impl("_act_mask", TORCH_FN(act_mask_cpu));
   m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  if (another_copy_registered()) return;
   m.impl("_act_mask", TORCH_FN(act_mask_meta));
   m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_meta));
 }

@@ -72,6 +72,7 @@ Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def("add(Tensor self, Tensor other, Scalar alpha=1, bool recompute=False) -> Tensor", TORCH_FN(add));
   m.def("mul(Tensor self, Tensor other, bool recompute=False) -> Tensor", TORCH_FN(mul));
   m.def("cat(Tensor[] tensors, int dim=0, bool recompute=False) -> Tensor", TORCH_FN(cat));

@@ -155,6 +155,7 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
   "float momentum, float eps, bool cudnn_enabled"
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, bool recompute=False) -> Tensor",
         TORCH_FN(batch_norm_act));
   m.def("batch_norm_act_stats(" TSMEM_BN

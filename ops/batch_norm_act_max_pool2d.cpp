@@ -166,6 +166,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "batch_norm_act_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "

@@ -242,6 +242,7 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   // Runs any code: TorchScript must neither merge nor drop nor move calls.
   m.def(torch::schema("checkpoint(Any self, str method, Any arguments) -> Any", c10::AliasAnalysisKind::CONSERVATIVE),
         [](const IValue& self, const std::string& method, const IValue& arguments) {

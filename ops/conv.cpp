@@ -240,6 +240,7 @@ void register_autocast(torch::Library& m) {
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] dilation=1, "
       "int groups=1) -> Tensor",
@@ -287,8 +288,14 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "Tensor",
       TORCH_FN(convolution_deprecated));
 }
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) { register_autocast<c10::DeviceType::CPU>(m); }
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) { register_autocast<c10::DeviceType::CUDA>(m); }
+TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
+  if (another_copy_registered()) return;
+  register_autocast<c10::DeviceType::CPU>(m);
+}
+TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
+  if (another_copy_registered()) return;
+  register_autocast<c10::DeviceType::CUDA>(m);
+}
 
 }  // namespace
 }  // namespace tsmem

@@ -174,6 +174,7 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "conv_batch_norm_act(Tensor input, Tensor conv_weight, Tensor? conv_bias, int[] stride, int[] padding, int[] "
       "dilation, "

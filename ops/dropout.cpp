@@ -164,6 +164,7 @@ Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, bool r
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
   m.def(torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, bool recompute=False) -> Tensor",

@@ -139,6 +139,7 @@ Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& wei
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
       "cudnn_enable=True, bool recompute=False) -> Tensor",
@@ -150,6 +151,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
 }
 
 TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
+  if (another_copy_registered()) return;
   m.impl("layer_norm", TORCH_FN(layer_norm_autocast<c10::DeviceType::CUDA>));
   m.impl("group_norm", TORCH_FN(group_norm_autocast<c10::DeviceType::CUDA>));
 }

@@ -65,10 +65,17 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTenso
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", TORCH_FN(run));
 }
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) { m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CPU>)); }
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) { m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CUDA>)); }
+TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
+  if (another_copy_registered()) return;
+  m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CPU>));
+}
+TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
+  if (another_copy_registered()) return;
+  m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CUDA>));
+}
 
 }  // namespace
 }  // namespace tsmem

@@ -336,6 +336,7 @@ Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size, bool re
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
       "ceil_mode=False, bool recompute=False) -> Tensor",
@@ -363,14 +364,17 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "bool channels_last) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  if (another_copy_registered()) return;
   m.impl("_max_pool", TORCH_FN(max_pool_cpu));
   m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  if (another_copy_registered()) return;
   m.impl("_max_pool", TORCH_FN(max_pool_meta));
   m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_meta));
 }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
+  if (another_copy_registered()) return;
   m.impl("max_pool3d", TORCH_FN(max_pool3d_f32));
   m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d_f32));
 }

@@ -139,6 +139,7 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, bool recompute=False) -> "
       "Tensor",

@@ -192,6 +192,7 @@ struct F32<op> {
 };
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool "
       "count_include_pad=True) -> Tensor",
@@ -216,6 +217,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("pad(Tensor self, int[] pad, str mode=\"constant\", float? value=None) -> Tensor", TORCH_FN(pad));
 }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
+  if (another_copy_registered()) return;
   m.impl("avg_pool3d", TORCH_FN(F32<&avg_pool3d>::call));
   m.impl("adaptive_avg_pool3d", TORCH_FN(F32<&adaptive_avg_pool3d>::call));
   m.impl("reflection_pad1d", TORCH_FN(F32<&pad_op<Call::reflection_pad1d>>::call));

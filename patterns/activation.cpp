@@ -5,14 +5,14 @@ namespace tsmem {
 // z = act(x): piecewise linear activations keep 1 bit an element; smooth ones one tensor, also where stock's in-place
 // form keeps two.
 Pattern activation() {
+  std::set<std::string> activations = kMasked;
+  activations.insert("in-place");
   return {.name = "activation",
           .algebra = "z = act(x)",
           .keeps = "before: z (in-place hardtanh, silu, hardswish: a copy of x); after: 1 bit an element, or x",
           .conditions =
               "piecewise linear, or in place; an input that is overwritten in place must not be seen from elsewhere",
-          .rules = {{.match = "%z = act(%x)",
-                     .rewrite = "%z = tsmem::act(%x, ACT)",
-                     .activations = {"relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid", "in-place"}}}};
+          .rules = {{.match = "%z = act(%x)", .rewrite = "%z = tsmem::act(%x, ACT)", .activations = activations}}};
 }
 
 }  // namespace tsmem

@@ -24,7 +24,8 @@ Pattern cat();
 Pattern add();
 Pattern mul();
 
-// Activations whose derivative needs their input.
+// Activations whose derivative is one of two numbers: 1 bit an element. And those whose derivative needs their input.
+inline const std::set<std::string> kMasked = {"relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid"};
 inline const std::set<std::string> kSmooth = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"};
 
 // The arguments of aten::batch_norm in a pattern, in order.

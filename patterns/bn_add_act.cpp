@@ -2,17 +2,26 @@
 
 namespace tsmem {
 
-// z = act(batch_norm(y) + r), the end of a residual block: keeps y, two statistics a channel and 1 bit an element.
+// z = act(batch_norm(y) + r), the end of a residual block: keeps y, two statistics a channel and 1 bit an element, or
+// r.
 Pattern bn_add_act() {
+  Rule masked = {.match = "%n = batch_norm(" + kBatchNorm +
+                          ")\n"
+                          "%s = add(%n, %r)\n"
+                          "%z = act(%s)",
+                 .rewrite = "%z = tsmem::batch_norm_add_act(" + kBatchNorm + ", %r, ACT)"};
+  Rule smooth = masked;
+  masked.activations = kMasked;
+  smooth.activations = kSmooth;
+  smooth.activations.insert({"sigmoid", "tanh"});
+  smooth.intact = {"r"};
   return {.name = "bn-add-act",
           .algebra = "z = act(batch_norm(y) + r)",
-          .keeps = "before: y, z, statistics; after: y, statistics, 1 bit an element (smooth activations: their input)",
-          .conditions = "batch_norm(y) and the sum have no other user; the sum has no factor",
-          .rules = {{.match = "%n = batch_norm(" + kBatchNorm +
-                              ")\n"
-                              "%s = add(%n, %r)\n"
-                              "%z = act(%s)",
-                     .rewrite = "%z = tsmem::batch_norm_add_act(" + kBatchNorm + ", %r, ACT)"}}};
+          .keeps = "before: y, z, statistics; after: y, statistics, 1 bit an element (smooth activations: r)",
+          .conditions =
+              "batch_norm(y) and the sum have no other user; the sum has no factor; smooth activations: nothing "
+              "writes to r later",
+          .rules = {masked, smooth}};
 }
 
 }  // namespace tsmem

@@ -21,6 +21,8 @@ struct Rule {
   std::string sizes = {};  // "%c = tsmem::op(…) -> int[]": the sizes of an inner value whose users only ask for these
   std::set<std::string> activations =
       {};  // which activations `act` stands for; empty: any. "in-place": any that overwrites its input
+  std::set<std::string> intact =
+      {};  // inputs that the op keeps and what it replaces does not: nothing may write to them later
   std::set<std::string> fed_by =
       {};  // one of the inputs must come from one of these operators or from a branch, else nothing is gained
 };

@@ -292,7 +292,23 @@ class Matcher {
     for (size_t i = 0; i < a.nodes.size(); ++i)
       if (a.ops[i].in_place)
         if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
+    for (const std::string& name : rule.rule->intact) {
+      Attempt kept = a;
+      std::erase_if(kept.bound, [&](const auto& entry) { return entry.first != name; });
+      if (auto reason = written_later(kept); !reason.empty()) return reason;
+    }
     return disturbed(a);
+  }
+
+  // Whether something that may run after the match writes to what it keeps: what follows, and all of a loop around it.
+  std::string written_later(const Attempt& kept) {
+    for (Node* n = kept.nodes.back(); n; n = n->owningBlock()->owningNode()) {
+      for (Node* later = n->next(); later != n->owningBlock()->return_node(); later = later->next())
+        if (auto reason = writes(later, kept, /*in_between=*/false); !reason.empty()) return reason;
+      if (n->kind() == prim::Loop)
+        if (auto reason = writes(n, kept, /*in_between=*/false); !reason.empty()) return reason;
+    }
+    return "";
   }
 
   // An inner value that something outside the match reads.
@@ -385,20 +401,21 @@ class Matcher {
       if (n->isBefore(first)) first = n;
     for (Node* n = first; n != a.nodes.back(); n = n->next()) {
       if (std::find(a.nodes.begin(), a.nodes.end(), n) != a.nodes.end()) continue;
-      if (auto reason = writes(n, a); !reason.empty()) return reason;
+      if (auto reason = writes(n, a, /*in_between=*/true); !reason.empty()) return reason;
     }
     return "";
   }
 
-  std::string writes(Node* n, const Attempt& a) {
-    if (n->kind() == prim::Enter || n->kind() == prim::Exit)
+  // Whether n, or something in it, writes to what is bound. In between the matched operators nothing may be unknown.
+  std::string writes(Node* n, const Attempt& a, bool in_between) {
+    if (in_between && (n->kind() == prim::Enter || n->kind() == prim::Exit))
       return "a `with` block begins or ends between the matched operators";
-    if (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction)
+    if (in_between && (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction))
       return fmt::format("a call that can't be looked into ({}) lies between the matched operators",
                          n->kind() == prim::CallMethod ? n->s(attr::name) : "function");
     for (Block* b : n->blocks())
       for (Node* inner : b->nodes())
-        if (auto reason = writes(inner, a); !reason.empty()) return reason;
+        if (auto reason = writes(inner, a, in_between); !reason.empty()) return reason;
     const FunctionSchema* schema = n->maybeSchema();
     if (!schema) return "";
     // These write to their running statistics, and their schemas don't say so.
@@ -410,7 +427,7 @@ class Matcher {
       if (!written) continue;
       for (const auto& [name, v] : a.bound)
         if (is_tensor(v) && v->node() != n && may_alias(n->input(k), v))
-          return fmt::format("{} writes to an input of the match in between", name_of(n));
+          return fmt::format("{} writes to an input of the match {}", name_of(n), in_between ? "in between" : "later");
     }
     return "";
   }

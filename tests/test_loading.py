@@ -158,3 +158,18 @@ def test_errors_are_the_tools_sentence(tsmem):
         tsmem.rewrite(torch.nn.Linear(2, 2))
     with pytest.raises(tsmem.Error, match="a str was given"):
         tsmem.rewrite("model.pt")
+
+
+def test_a_second_copy_of_the_library_leaves_the_operators_to_the_first(tmp_path, rewritten):
+    copy = tmp_path / "libtsmem_ops.so"
+    copy.write_bytes(Path(LIBRARY).read_bytes())
+    code = f"""
+import torch
+torch.ops.load_library({LIBRARY!r})
+torch.ops.load_library({str(copy)!r})
+m = torch.jit.load({str(rewritten)!r})
+m(torch.randn(1, 3, 8, 8)).sum().backward()
+print("fine")
+"""
+    done = python(code)
+    assert said(done)[-1] == "fine" and "Warn" not in done.stderr, done.stderr

@@ -1,5 +1,6 @@
 // Matching and applying, on models written as TorchScript text: what is put where, what is refused and why, and the way
 // back.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/testing/file_check.h>
@@ -572,6 +573,30 @@ TEST(Rewrite, OneDropoutClassInTwoPlaces) {
   Module original = reload(m);
   rewrite(m, {});
   expect_same_numbers(original, m, image());
+}
+
+// A smooth activation's derivative needs the sum, and so the residual operand; stock's saves the sum itself.
+TEST(Rewrite, AResidualThatIsOverwrittenLater) {
+  for (const char* act : {"silu", "relu"}) {
+    Module m = net(fmt::format(R"(
+      def forward(self, x):
+          r = self.conv.forward(x)
+          y = torch.{}(self.bn.forward(x) + r)
+          r.mul_(2.0)
+          return y, r
+    )",
+                               act));
+    Module original = reload(m);
+    const auto report = rewrite(m, only({"bn-add-act"}));
+    if (act == std::string("relu")) {
+      EXPECT_EQ(names(report), V{"bn-add-act"});
+    } else {
+      EXPECT_EQ(names(report), V{});
+      ASSERT_FALSE(report.refused.empty());
+      EXPECT_NE(report.refused[0].reason.find("later"), std::string::npos) << report.refused[0].reason;
+    }
+    expect_same_numbers(original, m, image());
+  }
 }
 
 // As timm's forward_head: the argument's default decides the branch, and with it whether the dropout has a neighbour.

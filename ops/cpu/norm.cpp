@@ -624,6 +624,7 @@ Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, con
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
   m.def(
       "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "
@@ -662,6 +663,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "float act_a, float act_b, float act_c) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
+  if (another_copy_registered()) return;
   m.impl("_batch_norm_act_apply", TORCH_FN(apply_cpu));
   m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_cpu));
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_cpu));
@@ -671,6 +673,7 @@ TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   m.impl("_scale_grad", TORCH_FN(scale_grad_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
+  if (another_copy_registered()) return;
   m.impl("_batch_norm_act_apply", TORCH_FN(apply_meta));
   m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_meta));
   m.impl("_batch_norm_act_forward", TORCH_FN(forward_meta));

@@ -41,7 +41,7 @@ def _built_for(library: str) -> Optional[str]:
 def load() -> None:
     """Loads the op library into this process, once.
 
-    A second copy, from another path, would end the process: nothing is loaded where the operators are known already, as with LD_PRELOAD.
+    Nothing is loaded where the operators are known already, as with LD_PRELOAD.
     Raises tsmem.Error where the library is missing or was built for another torch.
     """
     if loaded():
