@@ -22,7 +22,7 @@ namespace {
 using nlohmann::json;
 
 struct Options {
-  std::string model, output, level = "regions", budget, inputs_file, amp, device = "cpu", batch_sizes, fit, json_file;
+  std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
   std::vector<std::string> inputs;
   int optimizer_states = 0;
   RewriteOptions rewrite;
@@ -37,7 +37,7 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
       if (given(name)) throw Error(kUsage, std::string("--level ops and ") + name + " exclude each other.");
   std::string what;
   if (o.level == "plan") what = "--level plan";
-  for (auto name : {"--budget", "--amp", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
+  for (auto name : {"--budget", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
     if (what.empty() && given(name)) what = name;
   if (!what.empty())
     throw Error(kUsage, "This version of tsmem does not have " + what +
@@ -46,7 +46,8 @@ void refuse_missing_levels(const Options& o, const CLI::App& app) {
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
   if (!o.undo) return;
-  for (auto name : {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain"})
+  for (auto name :
+       {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain", "--amp"})
     if (app.get_option(name)->count() > 0)
       throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
 }
@@ -68,7 +69,8 @@ void check_files(const Options& o) {
 json options_json(const Options& o) {
   auto& r = o.rewrite;
   return {{"level", o.level},           {"only", r.only},     {"skip", r.skip},   {"module", r.module_globs},
-          {"checkpoint", r.checkpoint}, {"freeze", r.freeze}, {"train", r.train}, {"method", r.method}};
+          {"checkpoint", r.checkpoint}, {"freeze", r.freeze}, {"train", r.train}, {"amp", r.amp},
+          {"method", r.method}};
 }
 
 json matches_json(const RewriteReport& report) {
@@ -226,7 +228,15 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
         std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
     if (checkpoints)
       print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
-    if (!o.undo && report.matches.empty() && !checkpoints)
+    if (!o.rewrite.amp.empty())
+      print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
+                        o.rewrite.amp));
+    if (report.traced_convolutions)
+      print(
+          fmt::format("{} traced convolutions stay in float32 on the CPU, as under torch.autocast: script the model "
+                      "instead of tracing it to have them in half\n",
+                      report.traced_convolutions));
+    if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
   if (o.explain && !json_on_stdout) {
@@ -238,7 +248,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     print("Nothing was written (--dry-run).\n");
   else if (o.undo)
     print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else if (report.matches.empty() && report.regions.empty())
+  else if (report.matches.empty() && report.regions.empty() && o.rewrite.amp.empty())
     print("Written unchanged: " + o.output + "\n");
   else
     print("Written: " + o.output + "\n");
@@ -270,6 +280,10 @@ Run add_rewrite(CLI::App& app, const Common& common) {
        "Keep nothing inside these modules: they run again in backward, such as 'layer3.*'; repeatable", "GLOB");
   many("--freeze", o->rewrite.freeze, "Clear requires_grad of these parameters; repeatable", "GLOB");
   many("--train", o->rewrite.train, "Set requires_grad of these parameters; repeatable", "GLOB");
+  app.add_option("--amp", o->rewrite.amp,
+                 "Write autocast into forward: convolutions and matrix products run, and are kept, in half the bytes; "
+                 "f16 needs a gradient scaler")
+      ->check(CLI::IsMember({"bf16", "f16"}));
   app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")
       ->type_name("NAME");
   app.add_option("--device", o->device, "Where to verify: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
@@ -280,9 +294,6 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("--json", o->json_file, "Write a report; '-' for standard output")->type_name("FILE");
   const std::string later = "Not in this version";
   app.add_option("--budget", o->budget, "Peak bytes of activations. " + later)->type_name("SIZE")->group(later);
-  app.add_option("--amp", o->amp, "Run forward under autocast. " + later)
-      ->check(CLI::IsMember({"bf16", "f16"}))
-      ->group(later);
   app.add_flag("--estimate", o->estimate, "Plan from shapes. " + later)->group(later);
   app.add_option("--batch-sizes", o->batch_sizes, "Plan for these batch sizes. " + later)
       ->type_name("N,N,...")

@@ -18,6 +18,7 @@
 #include "cli.h"
 #include "page.h"
 #include "rewriter/error.h"
+#include "run_options.h"
 
 extern char** environ;
 
@@ -34,6 +35,9 @@ const char* const kColors[kGroups] = {"#4e79a7", "#f28e2b", "#59a14f", "#e15759"
                                       "#9c755f", "#a0cbe8", "#ffbe7d", "#8cd17d", "#ff9d9a", "#d4a6c8", "#86bcb6"};
 
 double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+// One unit for all of a picture.
+std::string mib_text(int64_t bytes) { return fmt::format("{:.{}f} MiB", mib(bytes), mib(bytes) < 100 ? 1 : 0); }
 
 std::string parent(const std::string& path) {
   auto dot = path.rfind('.');
@@ -190,8 +194,8 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
   std::string out =
       fmt::format("<text x='{}' y='{}' class='title'>{}</text>\n", c.left, top - 30, escaped(titled.title));
   out += fmt::format(
-      "<text x='{}' y='{}'>peak {}, saved for backward {}, one step of the recorded run: {:.4g} ms</text>\n", c.left,
-      top - 11, bytes_text(p.peak_bytes), bytes_text(p.saved_bytes), end_of(p) * 1e3);
+      "<text x='{}' y='{}'>peak {}, saved for backward {}, the recorded step took {}</text>\n", c.left,
+      top - 11, mib_text(p.peak_bytes), mib_text(p.saved_bytes), seconds_text(end_of(p)));
   const auto backward = backward_start(p);
   if (backward)
     out += fmt::format("<rect x='{:.1f}' y='{}' width='{:.1f}' height='{}' fill='#f1f1f1'/>\n", c.x(*backward), top,
@@ -240,7 +244,7 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
         "<circle cx='{0:.1f}' cy='{1:.1f}' r='4' class='peak'/><text x='{2:.1f}' y='{3:.1f}' class='{4}'>{5}: "
         "{6}</text>\n",
         x, y, std::min(flip ? x - 8 : x + 8, limit), std::max(y - 6, top + 10), flip ? "end halo" : "halo",
-        bytes_text(p.peak_bytes), escaped(peak_place(p)));
+        mib_text(p.peak_bytes), escaped(peak_place(p)));
   }
   double key = top + 4;
   for (size_t g = groups.size(); g-- > 0; key += 20)

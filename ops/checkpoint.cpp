@@ -13,6 +13,7 @@
 #include <unordered_set>
 
 #include "common.h"
+#include "method_call.h"
 
 namespace tsmem {
 namespace {
@@ -21,50 +22,6 @@ using at::IValue;
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-void collect(const IValue& v, std::vector<Tensor>& tensors) {
-  if (v.isTensor()) {
-    if (v.toTensor().defined()) tensors.push_back(v.toTensor());
-  } else if (v.isTuple()) {
-    for (const IValue& e : v.toTupleRef().elements()) collect(e, tensors);
-  } else if (v.isList()) {
-    for (const IValue& e : v.toListRef()) collect(e, tensors);
-  } else if (v.isGenericDict()) {
-    for (const auto& entry : v.toGenericDict()) collect(entry.value(), tensors);
-  }
-}
-
-// v with its tensors, in the order of collect(), replaced.
-IValue replace(const IValue& v, const Tensor*& next) {
-  if (v.isTensor()) return v.toTensor().defined() ? IValue(*next++) : v;
-  if (v.isTuple()) {
-    std::vector<IValue> elements;
-    for (const IValue& e : v.toTupleRef().elements()) elements.push_back(replace(e, next));
-    auto type = v.toTupleRef().type<c10::TupleType>();
-    return type && type->schema() ? c10::ivalue::Tuple::createNamed(std::move(elements), type)
-                                  : c10::ivalue::Tuple::create(std::move(elements));
-  }
-  if (v.isList()) {
-    c10::impl::GenericList copy(v.toList().elementType());
-    for (const IValue& e : v.toListRef()) copy.push_back(replace(e, next));
-    return copy;
-  }
-  if (v.isGenericDict()) {
-    auto dict = v.toGenericDict();
-    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
-    for (const auto& entry : dict) copy.insert(entry.key(), replace(entry.value(), next));
-    return copy;
-  }
-  return v;
-}
-
-IValue call(const IValue& self, const std::string& method, const IValue& arguments) {
-  const auto object = self.toObject();
-  torch::jit::Stack stack{self};
-  for (const IValue& a : arguments.toTupleRef().elements()) stack.push_back(a);
-  object->type()->getMethod(method).run(stack);
-  return stack.back();
-}
 
 // Thread-local state that decides what a method computes.
 struct State {

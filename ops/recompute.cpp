@@ -1,6 +1,7 @@
 #include "recompute.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
 
 #include <mutex>
 #include <unordered_map>
@@ -221,6 +222,13 @@ bool may_overwrite_first(const std::vector<Tensor>& operands, const std::vector<
 
 Tensor multiply_again(std::vector<Tensor>& operands, const std::vector<bool>& spare) {
   return may_overwrite_first(operands, spare) ? operands[0].mul_(operands[1]) : at::mul(operands[0], operands[1]);
+}
+
+Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device) {
+  const Tensor cast = at::autocast::cached_cast(to, t, device);
+  if (!cast.is_same(t) && t.is_leaf())
+    offer(cast, {t}, [to](std::vector<Tensor>& from, const std::vector<bool>&) { return from[0].to(to); });
+  return cast;
 }
 
 void Keeper::add(const Tensor& t, bool always_itself) {

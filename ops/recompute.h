@@ -32,6 +32,10 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
+// Autocast's cast of an operand. That of a parameter is made again in backward, where stock keeps a second copy of all
+// weights.
+at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device);
+
 // The recipe of a product.
 at::Tensor multiply_again(std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 

@@ -411,6 +411,24 @@ const Graph* graph_of(Function* f) {
   return g ? g->graph().get() : nullptr;
 }
 
+// The method that tsmem::checkpoint or tsmem::autocast calls; null for other nodes.
+Function* method_called_by_op(const Node* n) {
+  static const std::set<Symbol> callers = {Symbol::fromQualString("tsmem::checkpoint"),
+                                           Symbol::fromQualString("tsmem::autocast")};
+  if (!callers.count(n->kind())) return nullptr;
+  auto type = n->input(0)->type()->cast<c10::ClassType>();
+  auto name = toIValue(n->input(1));
+  return type && name ? type->findMethod(name->toStringRef()) : nullptr;
+}
+
+// The call under autocast that is all of a method written by write_autocast(), else null.
+const Node* autocast_call(const Graph* graph) {
+  if (graph)
+    for (const Node* n : graph->nodes())
+      if (n->kind() == Symbol::fromQualString("tsmem::autocast")) return n;
+  return nullptr;
+}
+
 // Operators, and calls with what they call, however deep in branches; what only moves values about is left out, and so
 // are branches that a call's constant arguments rule out.
 struct Ops {
@@ -450,6 +468,10 @@ struct Ops {
         ++ops[name];
         for (const Value* out : n->outputs())
           if (out->type()->isSubtypeOf(*c10::OptionalType::ofTensor())) on_tensors.insert(name);
+        if (Function* method = method_called_by_op(n)) {
+          on_tensors.insert(name);
+          call(called_method_class(n) + "." + method->name(), method, {}, known);
+        }
       }
       auto decided = n->kind() == prim::If ? constant(n->input(0), known) : std::nullopt;
       for (size_t i = 0; i < n->blocks().size(); ++i)
@@ -497,7 +519,15 @@ MethodDiff compare(Function* a, Function* b, const std::string& name) {
   d.method = name;
   const Graph *ga = graph_of(a), *gb = graph_of(b);
   if (ga && gb) {
-    compare_graphs(*ga, *gb, d);
+    // A method under autocast reads as its body, below a line that says so.
+    const Node *amp_a = autocast_call(ga), *amp_b = autocast_call(gb);
+    const auto body = [](const Graph* g, const Node* call) { return call ? graph_of(method_called_by_op(call)) : g; };
+    const auto heading = [](const Node* call, std::vector<std::string>& lines) {
+      if (call) lines.insert(lines.begin(), "under autocast to " + toIValue(call->input(3))->toStringRef() + ":");
+    };
+    compare_graphs(*body(ga, amp_a), *body(gb, amp_b), d);
+    heading(amp_a, d.a);
+    heading(amp_b, d.b);
     d.status = d.a == d.b ? "same" : "changed";
   } else {
     d.status = ga ? "removed" : gb ? "added" : "same";

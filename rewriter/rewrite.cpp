@@ -18,6 +18,7 @@ using namespace torch::jit;
 
 static const std::string kPrefix = "_tsmem_";
 static const std::string kOriginal = "_tsmem_original_";
+static const std::string kAmp = "_tsmem_amp_";
 
 static bool starts_with(const std::string& s, const std::string& prefix) { return s.rfind(prefix, 0) == 0; }
 
@@ -62,15 +63,19 @@ static void replace_body(Graph& graph, Graph& body) {
   name(graph.block(), body.block());
 }
 
+// A method of the same signature under another name.
+static Function* add_method(const c10::ClassTypePtr& type, const std::string& name, const FunctionSchema& s,
+                            const std::shared_ptr<Graph>& body) {
+  Function* f = type->compilation_unit()->create_function(c10::QualifiedName(*type->name(), name), body);
+  f->setSchema(FunctionSchema(name, s.overload_name(), s.arguments(), s.returns(), s.is_vararg(), s.is_varret()));
+  type->addMethod(f);
+  return f;
+}
+
 static void install(const c10::ClassTypePtr& type, const std::string& method, const std::shared_ptr<Graph>& body) {
   GraphFunction* function = graph_function(type->findMethod(method));
-  auto unit = type->compilation_unit();
-  const c10::QualifiedName kept_name(*type->name(), kOriginal + method);
-  Function* kept = unit->create_function(kept_name, function->graph()->copy());
-  const FunctionSchema& s = function->getSchema();
-  kept->setSchema(
-      FunctionSchema(kOriginal + method, s.overload_name(), s.arguments(), s.returns(), s.is_vararg(), s.is_varret()));
-  type->addMethod(kept);
+  if (!type->findMethod(kOriginal + method))
+    add_method(type, kOriginal + method, function->getSchema(), function->graph()->copy());
   replace_body(*function->graph(), *body);
   function->clear_optimized_graphs();
 }
@@ -80,6 +85,61 @@ static std::vector<std::string> kept_methods(const c10::ClassTypePtr& type) {
   for (const Function* f : type->methods())
     if (starts_with(f->name(), kPrefix)) names.push_back(f->name());
   return names;
+}
+
+// op(self, method, (arguments), more), an operator that calls the method, as a value of the method's result type.
+static Value* insert_call(Graph& g, const char* op, Value* self, const std::string& method,
+                          at::ArrayRef<Value*> arguments, const std::vector<std::string>& more,
+                          const c10::TypePtr& type) {
+  std::vector<Value*> inputs{self, g.insertConstant(method), g.insertNode(g.createTuple(arguments))->output()};
+  for (const std::string& m : more) inputs.push_back(g.insertConstant(m));
+  Node* call = g.insertNode(g.create(Symbol::fromQualString(op), inputs, 1));
+  call->output()->setType(AnyType::get());
+  Value* cast = g.insertNode(g.create(prim::unchecked_cast, {call->output()}, 1))->output();
+  cast->setType(type);
+  return cast;
+}
+
+// Throws Error(kUsage) where a method can't be put under autocast. Returns how many convolutions in it were traced.
+static size_t check_autocast(const Module& module, const std::string& method) {
+  GraphFunction* function = graph_function(module.type()->findMethod(method));
+  if (!function) throw Error(kUsage, fmt::format("there is no method '{}' to run under autocast", method));
+  Scopes scopes;
+  const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
+  size_t traced = 0;
+  for (const auto& [n, place] : view.places) {
+    traced += n->kind() == aten::_convolution;
+    if (n->kind() == prim::Enter && n->input(0)->type()->repr_str().find("autocast") != std::string::npos)
+      throw Error(kUsage,
+                  fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
+                              "autocast: leave --amp out, or take the block out of the model",
+                              method,
+                              place.scope && !place.scope->path.empty() ? fmt::format(" (in {})", place.scope->path)
+                                                                        : std::string()));
+  }
+  return traced;
+}
+
+void write_autocast(Module& module, const std::string& method, const std::string& dtype) {
+  check_autocast(module, method);
+  const c10::ClassTypePtr type = module.type();
+  GraphFunction* function = graph_function(type->findMethod(method));
+  add_method(type, kAmp + method, function->getSchema(), function->graph()->copy());
+  auto body = std::make_shared<Graph>();
+  for (Value* in : function->graph()->inputs()) body->addInput()->copyMetadata(in);
+  WithInsertPoint here(body->block());
+  body->registerOutput(insert_call(*body, "tsmem::autocast", body->inputs()[0], kAmp + method, body->inputs().slice(1),
+                                   {dtype}, function->graph()->outputs()[0]->type()));
+  install(type, method, body);
+}
+
+std::string autocast_of(const Module& module, const std::string& method) {
+  GraphFunction* function = graph_function(module.type()->findMethod(method));
+  if (!function) return "";
+  for (Node* n : function->graph()->nodes())
+    if (n->kind() == Symbol::fromQualString("tsmem::autocast"))
+      if (auto dtype = toIValue(n->input(3))) return dtype->toStringRef();
+  return "";
 }
 
 bool is_rewritten(const Module& module) {
@@ -311,15 +371,10 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
       if (const std::string why = runs_once(*body); !why.empty())
         throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
                                         join_path(outer, *path), n->s(attr::name), why));
-    Graph& g = *n->owningGraph();
     WithInsertPoint here(n);
-    Value* arguments = g.insertNode(g.createTuple(n->inputs().slice(1)))->output();
-    Node* call = g.insertNode(g.create(Symbol::fromQualString("tsmem::checkpoint"),
-                                       {n->input(0), g.insertConstant(n->s(attr::name)), arguments}, 1));
-    call->setSourceRange(n->sourceRange());
-    call->output()->setType(AnyType::get());
-    Value* cast = g.insertNode(g.create(prim::unchecked_cast, {call->output()}, 1))->output();
-    cast->setType(n->output()->type());
+    Value* cast = insert_call(*n->owningGraph(), "tsmem::checkpoint", n->input(0), n->s(attr::name),
+                              n->inputs().slice(1), {}, n->output()->type());
+    cast->node()->input()->node()->setSourceRange(n->sourceRange());
     if (n->output()->hasDebugName()) cast->setDebugName(n->output()->debugNameBase());
     n->output()->replaceAllUsesWith(cast);
     places.emplace_back(*path, n->s(attr::name));
@@ -550,11 +605,14 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     for (const auto& [pattern, reason] : it->second.refused)
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }
+  const std::string amp_method = options.method.empty() ? "forward" : options.method;
+  if (!options.amp.empty()) report.traced_convolutions = check_autocast(module, amp_method);
   if (!dry_run) {
     for (const ModuleClass& c : classes)
       for (Function* f : std::vector<Function*>(c.type->methods()))
         if (auto it = results.find({c.type.get(), f->name()}); it != results.end() && it->second.body)
           install(c.type, f->name(), it->second.body);
+    if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
     set_requires_grad(module, options);
   }
   return report;

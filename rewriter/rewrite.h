@@ -17,6 +17,7 @@ struct RewriteOptions {
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
   std::vector<std::string> checkpoint;     // modules that keep their arguments alone and run again in backward
   std::vector<std::string> freeze, train;  // parameter globs whose requires_grad is cleared or set
+  std::string amp;                         // "bf16", "f16": `method` (or forward) runs under autocast; empty: as it is
   std::string method;                      // empty: every method of every module; else this one and all that it calls
 };
 
@@ -43,6 +44,7 @@ struct RewriteReport {
   std::vector<Match> matches;
   std::vector<Region> regions;
   std::vector<Refusal> refused;
+  size_t traced_convolutions = 0;  // under --amp: the CPU's autocast leaves aten::_convolution in float32
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
@@ -55,6 +57,13 @@ RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options,
 bool restore(torch::jit::Module& module);
 
 bool is_rewritten(const torch::jit::Module& module);
+
+// Makes `method` a call of its body, which becomes `_tsmem_amp_<method>`, under autocast to "bf16" or "f16"; the
+// original is kept as rewrite() does. Throws Error(kUsage) where there is no such method, or an autocast block in it.
+void write_autocast(torch::jit::Module& module, const std::string& method, const std::string& dtype);
+
+// "bf16" or "f16" where write_autocast() has changed the method, else "".
+std::string autocast_of(const torch::jit::Module& module, const std::string& method);
 
 // Distinct classes of the module tree with the path of their first instance ("" for the root), parents first.
 struct ModuleClass {

@@ -15,6 +15,7 @@
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/memory.h"
+#include "rewriter/rewrite.h"
 #include "rewriter/view.h"
 
 namespace tsmem {
@@ -270,6 +271,11 @@ class Verifier {
 
   VerifyResult run() {
     state();
+    for (auto* m : {&a_, &b_})
+      if (auto dtype = autocast_of(*m, options_.method);
+          !dtype.empty() && autocast_of(m == &a_ ? b_ : a_, options_.method).empty())
+        note(fmt::format("The {} model's {} runs under autocast to {}; for the comparison the other's does too.",
+                         m == &a_ ? "first" : "second", options_.method, dtype));
     std::vector<Mode> modes;
     if (options_.train_mode) modes.push_back(Mode::train);
     if (options_.eval_mode) modes.insert(modes.end(), {Mode::eval, Mode::no_grad});
@@ -312,6 +318,10 @@ class Verifier {
   Module copy(const Module& m, Mode mode, bool f64) {
     auto c = fresh(m, options_.device);
     if (f64) to_double(c);
+    // What runs under autocast is compared with the other under autocast too.
+    const Module& other = &m == &a_ ? b_ : a_;
+    if (auto dtype = autocast_of(other, options_.method); !dtype.empty() && autocast_of(m, options_.method).empty())
+      write_autocast(c, options_.method, dtype);
     c.train(mode == Mode::train);
     return c;
   }
@@ -404,9 +414,10 @@ class Verifier {
         if (!db.error.empty())
           return differs(fmt::format("The second model raises in float64 {}: {}", in_mode(mode), db.error));
         if (!same_random(da, db))
-          differs(fmt::format("The random generator is in another state after call {} {} in float64: the models draw "
-                              "random numbers differently.",
-                              c + 1, in_mode(mode)));
+          differs(
+              fmt::format("The random generator is in another state after call {} {} in float64: the models draw "
+                          "random numbers differently.",
+                          c + 1, in_mode(mode)));
         else if (!drawn_alike)  // a detector samples among the boxes it has found
           note(fmt::format("How many random numbers are drawn depends on rounding {}: in float64 both draw the same.",
                            in_mode(mode)));

@@ -365,7 +365,6 @@ def test_completion_knows_every_option():
     [
         ["--level", "plan"],
         ["--budget", "2GiB"],
-        ["--amp", "bf16"],
         ["--estimate"],
         ["--batch-sizes", "32,64"],
         ["--fit", "2GiB"],
