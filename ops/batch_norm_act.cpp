@@ -111,6 +111,8 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
   return {out, mean, invstd};
 }
 
+}  // namespace
+
 Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                       const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                       double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
@@ -120,6 +122,8 @@ Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTen
   if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
   return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act", recompute));
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight,
                                                         const OptTensor& bias, const OptTensor& running_mean,

@@ -68,6 +68,12 @@ struct Edges {
   int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
 };
 
+// The operator tsmem::batch_norm_act: act(batch_norm(input)), the activation by its name and arguments (parse_act).
+at::Tensor batch_norm_act(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                          const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                          double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
+                          bool recompute);
+
 inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
 
 }  // namespace tsmem

@@ -12,6 +12,7 @@ const std::vector<Pattern>& all_patterns() {
       bn_act_mul(),
       bn_act(),
       batch_norm(),
+      instance_norm(),
       act_mul(),
       activation(),
       convolution(),

@@ -20,6 +20,7 @@ Pattern shape_only();
 Pattern smooth_activation();
 Pattern linear();
 Pattern layer_norm();
+Pattern instance_norm();
 Pattern cat();
 Pattern add();
 Pattern mul();
