@@ -1,10 +1,11 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -59,6 +60,59 @@ def memory(a, folder: Path) -> list:
                          "peak_bytes": [before.peak, after.peak], "step_seconds": times})
             print(f"{name:26}{setting:30}{before.saved / 2**20:9.1f} {after.saved / 2**20:9.1f}{after.saved / before.saved:7.3f}"
                   f"{after.peak / before.peak:12.3f}{times[1] / times[0]:12.3f}", flush=True)
+    return rows
+
+
+def checkpointed(model):
+    """torch.utils.checkpoint around each block: the children with children of their own, of the model's Sequentials."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    for parent in model.children():
+        if isinstance(parent, torch.nn.Sequential):
+            for block in parent.children():
+                if any(True for _ in block.children()):
+                    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def compiled(model, budget: float, x):
+    """torch.compile with a budget of activations, compiled here: the budget is a global setting."""
+    import torch
+    import torch._functorch.config as config
+
+    fast = torch.compile(model, backend="aot_eager")
+    with config.patch(activation_memory_budget=budget):
+        fast(x).sum().backward()
+    return fast
+
+
+def peers(a, folder: Path) -> list:
+    """All trainable: this tool's files beside what else there is, in turns; ratios to the scripted original."""
+    import torch
+
+    import allocator
+    import models
+
+    rows = []
+    print(f"\nBeside others: one training step, {a.batch}x3x{a.size}x{a.size}, float32, all trainable, ratios to scripted")
+    print(f"{'model':26}{'':34}{'saved':>7}{'peak':>7}{'time':>7}")
+    for name in a.models:
+        scripted, new = pair_of(name, folder)
+        torch.manual_seed(0)
+        x = torch.randn(a.batch, 3, a.size, a.size)
+        variants = {
+            "scripted": scripted,
+            "eager": models.build(name).train(),
+            "tsmem": new,
+            "torch.utils.checkpoint, blocks": checkpointed(models.build(name).train()),
+            **{f"torch.compile, budget {b}": compiled(models.build(name).train(), b, x) for b in (0.5, 0.25)},
+        }
+        measured = [allocator.memory(m, (x,)) for m in variants.values()]
+        times = allocator.seconds(list(variants.values()), (x,), a.rounds)
+        for variant, m, seconds in zip(variants, measured, times):
+            rows.append({"model": name, "variant": variant, "saved_bytes": m.saved, "peak_bytes": m.peak, "step_seconds": seconds})
+            print(f"{name:26}{variant:34}{m.saved / measured[0].saved:7.3f}{m.peak / measured[0].peak:7.3f}{seconds / times[0]:7.3f}", flush=True)
     return rows
 
 
@@ -146,7 +200,7 @@ def programs(a, folder: Path) -> list:
     return rows
 
 
-PARTS = {"memory": memory, "validation": validation, "rewrite": rewrite, "programs": programs}
+PARTS = {"memory": memory, "peers": peers, "validation": validation, "rewrite": rewrite, "programs": programs}
 
 
 def main() -> None:
