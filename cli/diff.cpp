@@ -90,7 +90,7 @@ int show_diff(const Options& o, const Common& common) {
     }
     for (auto& [path, module] : {std::make_pair(o.a, a), std::make_pair(o.b, b)})
       if (auto kept = kept_methods(module))
-        print(fmt::format("{} keeps {} (named _tsmem_*), not compared.\n", path, counted(kept, "original method")));
+        print(fmt::format("{} keeps {} (named _tsmem_*), not compared.\n", path, counted(kept, "method")));
   }
   return equal ? kOk : kDifferent;
 }

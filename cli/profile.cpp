@@ -162,6 +162,11 @@ bool ends_in(const std::string& path, std::initializer_list<const char*> suffixe
 void check_files(const Options& o) {
   if (!o.plot.empty() && !ends_in(o.plot, {".svg", ".png", ".html", ".htm"}))
     throw Error(kUsage, "--plot '" + o.plot + "' is no picture that tsmem draws; end its name in .svg, .png or .html.");
+  if (o.plot.ends_with(".png")) require_png();
+  if (!o.plot.empty() && (o.plot == o.trace || o.plot == o.run.json))
+    throw Error(kUsage, "--plot '" + o.plot + "' names a file that another option writes too.");
+  if (!o.trace.empty() && o.trace == o.run.json)
+    throw Error(kUsage, "--trace '" + o.trace + "' and --json name the same file.");
   for (auto& file : {o.plot, o.trace})
     if (!file.empty() && !file.starts_with("/dev/")) check_output(file, /*force=*/true);
   for (auto& file : {o.plot, o.trace})

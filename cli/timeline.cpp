@@ -14,6 +14,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
 #include "cli.h"
 #include "page.h"
@@ -68,18 +69,20 @@ std::vector<std::string> groups_of(const std::vector<TitledProfile>& profiles) {
   for (auto& [path, bytes] : weight)
     if (!path.empty() && bytes > 0) children[parent(path)].push_back(path);
   std::set<std::string> groups{""}, split;
-  for (;;) {
+  while (groups.size() < kGroups) {
     std::string heaviest;
     int64_t most = 0;
     for (auto& g : groups)
-      if (auto it = children.find(g); !split.contains(g) && it != children.end() &&
-                                      groups.size() + it->second.size() <= kGroups && weight.at(g) > most) {
+      if (!split.contains(g) && children.contains(g) && weight.at(g) > most) {
         heaviest = g;
         most = weight.at(g);
       }
     if (most == 0) break;
     split.insert(heaviest);
-    groups.insert(children[heaviest].begin(), children[heaviest].end());
+    auto& inner = children[heaviest];  // the heaviest as far as there are colours, the others stay with the module
+    std::stable_sort(inner.begin(), inner.end(), [&](auto& a, auto& b) { return weight.at(a) > weight.at(b); });
+    for (auto& child : inner)
+      if (groups.size() < kGroups) groups.insert(child);
   }
   std::vector<std::string> order;
   for (auto& [_, p] : profiles)
@@ -193,9 +196,8 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
   const double bottom = top + c.plot_height, right = c.left + c.plot_width;
   std::string out =
       fmt::format("<text x='{}' y='{}' class='title'>{}</text>\n", c.left, top - 30, escaped(titled.title));
-  out += fmt::format(
-      "<text x='{}' y='{}'>peak {}, saved for backward {}, the recorded step took {}</text>\n", c.left,
-      top - 11, mib_text(p.peak_bytes), mib_text(p.saved_bytes), seconds_text(end_of(p)));
+  out += fmt::format("<text x='{}' y='{}'>peak {}, saved for backward {}, the recorded step took {}</text>\n", c.left,
+                     top - 11, mib_text(p.peak_bytes), mib_text(p.saved_bytes), seconds_text(end_of(p)));
   const auto backward = backward_start(p);
   if (backward)
     out += fmt::format("<rect x='{:.1f}' y='{}' width='{:.1f}' height='{}' fill='#f1f1f1'/>\n", c.x(*backward), top,
@@ -360,8 +362,21 @@ std::string chrome_trace(const std::vector<TitledProfile>& profiles) {
          "\n";
 }
 
+static Error no_png(const std::string& why) { return Error(kBadInput, "Can't draw a PNG: " + why); }
+
+static const char* const kNoProgram =
+    "the program rsvg-convert is not installed (Debian: librsvg2-bin); .svg and .html need nothing.";
+
+void require_png() {
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(path ? path : "/usr/local/bin:/usr/bin:/bin");
+  for (std::string folder; std::getline(folders, folder, ':');)
+    if (access((folder + "/rsvg-convert").c_str(), X_OK) == 0) return;
+  throw no_png(kNoProgram);
+}
+
 std::string png_of(const std::string& svg) {
-  const auto fail = [](const std::string& why) { return Error(kBadInput, "Can't draw a PNG: " + why); };
+  const auto fail = no_png;
   // Both through files without a name: a pipe each way would need two threads.
   const int in = memfd_create("svg", MFD_CLOEXEC), out = memfd_create("png", MFD_CLOEXEC);
   struct Closer {
@@ -386,8 +401,7 @@ std::string png_of(const std::string& svg) {
   pid_t pid = 0;
   const int error = posix_spawnp(&pid, arguments[0], &files, nullptr, const_cast<char**>(arguments), environ);
   posix_spawn_file_actions_destroy(&files);
-  if (error == ENOENT)
-    throw fail("the program rsvg-convert is not installed (Debian: librsvg2-bin); .svg and .html need nothing.");
+  if (error == ENOENT) throw fail(kNoProgram);
   if (error != 0) throw fail(fmt::format("rsvg-convert: {}.", std::strerror(error)));
   int status = 0;
   while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {

@@ -31,10 +31,13 @@ class Autocast {
       at::autocast::set_autocast_dtype(d, dtype);
     }
     at::autocast::increment_nesting();
+    // Casts of weights are shared by the ops of one call alone: an autocast around may last while weights, grad mode or
+    // dtype change.
+    at::autocast::clear_cache();
   }
   ~Autocast() {
-    // Casts of weights are shared by all ops until the outermost autocast ends.
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::decrement_nesting();
+    at::autocast::clear_cache();
     for (const Before& b : before_) {
       at::autocast::set_autocast_enabled(b.device, b.enabled);
       at::autocast::set_autocast_dtype(b.device, b.dtype);

@@ -67,6 +67,15 @@ struct State {
   }
 };
 
+// While this lives autocast casts anew each time. Its cache is emptied when the outermost autocast ends: what was cast
+// without grad mode would be found by those who need a gradient, and what backward casts by the next step, after the
+// weight has changed.
+struct NoAutocastCache {
+  const bool before = at::autocast::is_autocast_cache_enabled();
+  NoAutocastCache() { at::autocast::set_autocast_cache_enabled(false); }
+  ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before); }
+};
+
 // Puts state and buffers back, also when an exception passes.
 struct Restore {
   State before;
@@ -105,7 +114,10 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     ctx->set_materialize_grads(false);
     std::vector<uint32_t> versions;
     for (size_t i = 0; i < what->tensors; ++i) versions.push_back(inputs[i].is_inference() ? 0 : inputs[i]._version());
-    *result = call(what->self, what->method, arguments);
+    {
+      const NoAutocastCache fresh;
+      *result = call(what->self, what->method, arguments);
+    }
     for (size_t i = 0; i < what->tensors; ++i)
       TORCH_CHECK(inputs[i].is_inference() || inputs[i]._version() == versions[i], "tsmem::checkpoint: the method ",
                   what->method, " of ", what->self.type()->repr_str(),
@@ -147,6 +159,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     {
       const Restore restore(saved, buffers_of(what->self));
       what->state.set();
+      const NoAutocastCache fresh;
       at::AutoGradMode grad_mode(true);
       const Tensor* next = inputs.data();
       variable_list all;

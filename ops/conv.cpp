@@ -71,7 +71,7 @@ struct Conv : torch::autograd::Function<Conv> {
       return shape_of(ints((std::string(what) + "_sizes").c_str()), ints((std::string(what) + "_strides").c_str()),
                       grad.options());
     };
-    const Tensor weight = kept[1].defined() ? kept[1] : shape("weight");
+    const Tensor kept_weight = kept[1], weight = kept_weight.defined() ? kept_weight : shape("weight");
     const auto run = [&](Tensor input, std::array<bool, 3> mask) {
       if (!input.defined()) input = shape("input");
       if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
@@ -90,8 +90,8 @@ struct Conv : torch::autograd::Function<Conv> {
       g = {Tensor(), Tensor(), Tensor()};
       if (want[1] || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
-      g = kept.refuse_double_backward(std::move(g), "convolution", grad);
     }
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "convolution", grad);
     return {g[0], g[1], g[2], Tensor(), Tensor()};
   }
 };

@@ -28,9 +28,9 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
   std::vector<int64_t> one_image = input.sizes().vec();
   one_image[0] = 1, one_image[1] = images * channels;
   const OptTensor mean = repeated(running_mean, images), var = repeated(running_var, images);
-  const Tensor out = batch_norm_act(input.contiguous().view(one_image), repeated(weight, images),
-                                    repeated(bias, images), mean, var, use_input_stats, momentum, eps, cudnn_enabled,
-                                    name, args, recompute);
+  const Tensor out =
+      batch_norm_act(input.contiguous().view(one_image), repeated(weight, images), repeated(bias, images), mean, var,
+                     use_input_stats, momentum, eps, cudnn_enabled, name, args, recompute);
   if (use_input_stats) {
     at::NoGradGuard no_grad;
     if (running_mean) Tensor(*running_mean).copy_(mean->view({images, channels}).mean(0));

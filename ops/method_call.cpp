@@ -49,7 +49,11 @@ IValue call(const IValue& self, const std::string& method, const IValue& argumen
   const auto object = self.toObject();
   torch::jit::Stack stack{self};
   for (const IValue& a : arguments.toTupleRef().elements()) stack.push_back(a);
-  object->type()->getMethod(method).run(stack);
+  auto* function = object->type()->findMethod(method);
+  TORCH_CHECK(
+      function, "tsmem: ", object->type()->repr_str(), " has no method ", method,
+      "; torch.jit.freeze and optimize_for_inference take it away: use them on the original (tsmem rewrite --restore)");
+  function->run(stack);
   return stack.back();
 }
 

@@ -48,8 +48,13 @@ struct Held : c10::BackendMeta {
 };
 
 void let_go(const Tensor& output) {
+  static std::mutex mutex;  // forks of one graph may ask at once
   auto* impl = output.unsafeGetTensorImpl();
-  if (dynamic_cast<Held*>(impl->get_backend_meta())) impl->set_backend_meta({});
+  c10::intrusive_ptr<c10::BackendMeta> dropped;  // destroyed after the lock is given back: graphs may go with it
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!dynamic_cast<Held*>(impl->get_backend_meta())) return;
+  dropped = impl->get_backend_meta_intrusive_ptr();
+  impl->set_backend_meta({});
 }
 
 class Table {

@@ -20,7 +20,7 @@ Pattern bn_add_act() {
           .keeps = "before: y, z, statistics; after: y, statistics, 1 bit an element (smooth activations: r)",
           .conditions =
               "batch_norm(y) and the sum have no other user; the sum has no factor; smooth activations: nothing "
-              "writes to r later",
+              "in the same method writes to r later",
           .rules = {masked, smooth}};
 }
 

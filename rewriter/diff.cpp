@@ -425,7 +425,9 @@ Function* method_called_by_op(const Node* n) {
 const Node* autocast_call(const Graph* graph) {
   if (graph)
     for (const Node* n : graph->nodes())
-      if (n->kind() == Symbol::fromQualString("tsmem::autocast")) return n;
+      if (n->kind() == Symbol::fromQualString("tsmem::autocast") && toIValue(n->input(3)) &&
+          graph_of(method_called_by_op(n)))
+        return n;
   return nullptr;
 }
 

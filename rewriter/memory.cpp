@@ -136,8 +136,9 @@ struct Frame {  // one at::RecordFunction that runs
   std::string name;
   int64_t sequence;
   at::RecordScope scope;
-  size_t ordinal = 0;            // of an op: how many of its name ran before
-  std::optional<size_t> span{};  // that it is
+  size_t ordinal = 0;                   // of an op: how many of its name ran before
+  std::optional<size_t> span{};         // that it is
+  std::optional<std::string> caller{};  // of tsmem::checkpoint: the module whose code calls it
 };
 thread_local std::vector<Frame> frames;
 
@@ -229,6 +230,8 @@ class Recorder : public c10::MemoryReportingInfoBase {
       op_modules_[f.name()].emplace_back(std::nullopt);
     }
     auto origin = here();
+    // What it calls has a call stack of its own, in which paths begin at the module that runs again.
+    if (f.name() == std::string_view("tsmem::checkpoint")) frames.back().caller = origin.module;
     std::lock_guard lock(mutex_);
     if (first(f.scope()) == &frames.back()) begin_span(origin, -1);
     if (origin.ops.empty()) op_modules_[f.name()][frames.back().ordinal] = origin.module;
@@ -333,9 +336,12 @@ class Recorder : public c10::MemoryReportingInfoBase {
     int64_t node;  // in backward: as in Allocation
   };
 
+  // Operators that only call a method, in which the ops are.
+  static bool calls_method(const Frame& f) { return f.name == "tsmem::autocast" || f.name == "tsmem::checkpoint"; }
+
   static const Frame* first(at::RecordScope scope) {
     for (auto& f : frames)
-      if (f.scope == scope && !f.name.starts_with("autograd::engine::")) return &f;
+      if (f.scope == scope && !f.name.starts_with("autograd::engine::") && !calls_method(f)) return &f;
     return nullptr;
   }
 
@@ -363,6 +369,11 @@ class Recorder : public c10::MemoryReportingInfoBase {
       return origin;
     }
     origin.op = inner_op();
+    for (auto& f : frames)
+      if (f.caller) {
+        origin.module = *f.caller;
+        return origin;
+      }
     auto module = paths_.current();
     std::lock_guard lock(mutex_);
     if (module) {
@@ -370,7 +381,7 @@ class Recorder : public c10::MemoryReportingInfoBase {
     } else {
       origin.module = last_module_;
       for (auto& f : frames)
-        if (f.scope == at::RecordScope::FUNCTION) origin.ops.emplace_back(f.name, f.ordinal);
+        if (f.scope == at::RecordScope::FUNCTION && !calls_method(f)) origin.ops.emplace_back(f.name, f.ordinal);
     }
     return origin;
   }

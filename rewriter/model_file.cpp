@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -53,7 +54,11 @@ void check_pickles(const std::string& path, const Archive& archive) {
 // The package whose operators or classes a message of torch::jit::load misses, else "".
 std::string package_missing_in(const std::string& message) {
   auto package = between(message, "Unknown builtin op: ", ":");
-  return package.empty() ? between(message, "__torch__.torch.classes.", ".") : package;
+  if (package.empty()) package = between(message, "__torch__.torch.classes.", ".");
+  // The message quotes the model's text, which must not say where a library is loaded from.
+  const bool name =
+      std::all_of(package.begin(), package.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+  return name ? package : "";
 }
 
 Error load_error(const std::string& path, const std::exception& e) {

@@ -1,5 +1,6 @@
 """--amp: autocast written into the model, against torch.autocast around the original."""
 import copy
+import json
 
 import pytest
 import torch
@@ -189,6 +190,57 @@ def test_with_checkpoint_and_in_float16_with_a_scaler(tmp_path):
     assert int(model.state_dict()["1.0.num_batches_tracked"]) == 25
 
 
+def test_a_checkpoint_takes_the_weights_of_this_step(tmp_path):
+    """Casts of weights are cached while an autocast lasts; those that backward makes must not outlive it."""
+    torch.manual_seed(0)
+    path = tmp_path / "net.pt"
+    torch.jit.script(nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))).save(str(path))
+    x, results = torch.randn(4, 3, 12, 12), []
+    for name, options in (("plain", []), ("checkpointed", ["--checkpoint", "0"])):
+        assert run("rewrite", path, "-o", tmp_path / name, "--amp", "bf16", *options).returncode == 0
+        model = torch.jit.load(str(tmp_path / name)).train()
+        results.append([])
+        for _ in range(4):
+            model.zero_grad()
+            y = model(x)
+            y.square().sum().backward()
+            results[-1] += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.5)
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+class Shared(nn.Module):
+    """The same layer inside and outside of what runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.block = nn.Sequential(self.conv, nn.ReLU())
+
+    def forward(self, x):
+        return self.conv(self.block(x))
+
+
+def test_a_weight_shared_with_a_checkpoint_gets_its_whole_gradient(tmp_path):
+    torch.manual_seed(0)
+    path, new = tmp_path / "net.pt", tmp_path / "new.pt"
+    torch.jit.script(Shared()).save(str(path))
+    assert run("rewrite", path, "-o", new, "--amp", "bf16", "--checkpoint", "block").returncode == 0
+    a, b = torch.jit.load(str(path)), torch.jit.load(str(new))
+    x = torch.randn(2, 4, 8, 8)
+    for _ in range(3):
+        a.zero_grad(), b.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = a(x)
+        y.float().square().sum().backward()
+        b(x).square().sum().backward()
+        for p, q in zip(a.parameters(), b.parameters()):
+            torch.testing.assert_close(q.grad, p.grad, rtol=5e-2, atol=5e-2 * float(p.grad.abs().max()))
+
+
 class WithBlock(nn.Module):
     def __init__(self):
         super().__init__()
@@ -212,3 +264,64 @@ def test_a_block_of_the_models_own_is_refused(tmp_path):
 def test_bad_use(original, tmp_path):
     fails(2, "rewrite", original, "-o", tmp_path / "x.pt", "--amp", "fp8", says="--amp")
     fails(2, "rewrite", original, "-o", tmp_path / "x.pt", "--restore", "--amp", "bf16", says="exclude")
+
+
+def rewritten(tmp_path, net, *options):
+    path, new = tmp_path / "net.pt", tmp_path / "new.pt"
+    torch.jit.script(net).save(str(path))
+    done = run("rewrite", path, "-o", new, "--force", "--amp", "bf16", *options)
+    assert done.returncode == 0, done.stderr
+    return torch.jit.load(str(path)), torch.jit.load(str(new))
+
+
+@pytest.mark.parametrize("level", ["ops", "regions"])
+def test_second_derivatives_are_refused_by_name(tmp_path, level):
+    """A cast that backward makes again has no graph: a gradient penalty would silently lose the term through the weight."""
+    _, model = rewritten(tmp_path, nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Tanh()), "--level", level)
+    x = torch.randn(2, 16, 6, 6, requires_grad=True)
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="convolution"):
+        g.square().sum().backward()
+
+
+def test_calls_inside_another_autocast_share_nothing(tmp_path):
+    stock, model = rewritten(tmp_path, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)))
+    x = torch.randn(2, 3, 9, 9)
+
+    def grads(m, amp):
+        m.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
+            y = m(x)
+        y.float().square().sum().backward()
+        return [p.grad.clone() for p in m.parameters()]
+
+    want = grads(stock, True)
+    with torch.autocast("cpu", enabled=False):
+        with torch.no_grad():
+            model(x)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for p, w in zip(model.parameters(), want):
+            torch.testing.assert_close(p.grad, w, rtol=5e-2, atol=5e-2 * float(w.abs().max()))
+        with torch.no_grad():
+            before = model(x)
+            for p in model.parameters():
+                p.mul_(2.0)
+            assert (model(x) - before).abs().max() > 0.1 * before.abs().max()
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+
+
+def test_profile_sees_through_it(tmp_path):
+    """Memory and time belong to the ops and modules inside, not to the operator that calls them."""
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()), nn.Sequential(nn.Conv2d(16, 8, 3), nn.ReLU()))
+    rewritten(tmp_path, net, "--checkpoint", "1")
+    done = run("profile", tmp_path / "new.pt", "--input", "4x3x20x20", "--json", tmp_path / "p.json")
+    assert done.returncode == 0, done.stderr
+    p = json.loads((tmp_path / "p.json").read_text())
+    assert not any(o["op"] in ("tsmem::autocast", "tsmem::checkpoint") for o in p["ops"])
+    times = {m["path"]: m["forward_seconds"] for m in p["modules"]}
+    assert times["0.0"] > 0
+    # Where a module runs again as a whole its parts are not told apart: they count for the one that calls it.
+    assert times[""] > 0 and times["1.0"] == 0

@@ -275,6 +275,13 @@ def test_pictures(models, tmp_path):
         assert {"forward", "backward"} == {e["cat"] for e in events if e["ph"] == "X" and e["pid"] == process}
 
 
+def test_a_wide_model_has_more_than_one_colour(tmp_path):
+    wide, picture = tmp_path / "wide.pt", tmp_path / "memory.svg"
+    torch.jit.script(nn.Sequential(*(m for _ in range(15) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())))).save(str(wide))
+    tsmem("profile", wide, "--input", "2x3x16x16", "--plot", picture)
+    assert len(set(re.findall(r"fill='(#[0-9a-f]{6})'><title>", picture.read_text()))) > 8
+
+
 def test_modules_have_their_time(models, tmp_path):
     report = tmp_path / "report.json"
     tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
@@ -291,6 +298,7 @@ def test_a_picture_that_cannot_be_drawn(models, tmp_path):
     assert "no directory" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", tmp_path / "none" / "x.svg", code=3))
     assert "replace a model" in one_sentence(tsmem("profile", model, *SHAPE, "--trace", model, code=2))
     picture = tmp_path / "x.png"
+    assert "another option" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", picture, "--trace", picture, code=2))
     picture.write_text("old")
     assert "rsvg-convert" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", picture, code=3, PATH=str(tmp_path)))
     assert picture.read_text() == "old"
