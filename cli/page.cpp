@@ -13,9 +13,9 @@ std::string page(const std::string& title, const std::string& script, const nloh
   std::string json, plain = data.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   for (char c : plain) json += c == '<' ? "\\u003c" : std::string(1, c);
   std::string text = kPageTemplate;
-  put(text, "@TITLE@", title);
-  put(text, "@SCRIPT@", script);
-  put(text, "@DATA@", json);
+  put(text, "{{TITLE}}", title);
+  put(text, "{{SCRIPT}}", script);
+  put(text, "{{DATA}}", json);
   return text;
 }
 

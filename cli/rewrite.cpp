@@ -99,7 +99,6 @@ json report_json(const Options& o, const RewriteReport& report) {
           {"matches", matches_json(report)},
           {"refused", refused},
           {"regions", regions_json(report)},
-          {"amp", o.rewrite.amp.empty() ? json() : json(o.rewrite.amp)},
           {"predicted", nullptr}};
 }
 
