@@ -22,11 +22,6 @@ struct Options {
   int depth = 2, steps = 5, warmup = 3;
 };
 
-std::string parent(const std::string& path) {
-  auto dot = path.rfind('.');
-  return dot == std::string::npos ? "" : path.substr(0, dot);
-}
-
 int depth_of(const std::string& path) {
   return path.empty() ? 0 : 1 + static_cast<int>(std::count(path.begin(), path.end(), '.'));
 }

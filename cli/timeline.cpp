@@ -24,6 +24,12 @@
 extern char** environ;
 
 namespace tsmem::cli {
+
+std::string parent(const std::string& path) {
+  auto dot = path.rfind('.');
+  return dot == std::string::npos ? "" : path.substr(0, dot);
+}
+
 namespace {
 
 using nlohmann::json;
@@ -39,11 +45,6 @@ double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 // One unit for all of a picture.
 std::string mib_text(int64_t bytes) { return fmt::format("{:.{}f} MiB", mib(bytes), mib(bytes) < 100 ? 1 : 0); }
-
-std::string parent(const std::string& path) {
-  auto dot = path.rfind('.');
-  return dot == std::string::npos ? "" : path.substr(0, dot);
-}
 
 // Live bytes by module when the step is at its peak, and what each keeps for backward.
 std::map<std::string, int64_t> weights(const std::vector<TitledProfile>& profiles) {

@@ -7,6 +7,9 @@
 
 namespace tsmem::cli {
 
+// Of a module path, the module around it; "" for the outermost.
+std::string parent(const std::string& path);
+
 struct TitledProfile {
   std::string title;
   const Profile* profile;

@@ -119,10 +119,7 @@ class Matcher {
   void collect(Block* block, bool autocast) {
     for (Node* n : block->nodes()) {
       if (n->kind() == prim::SetAttr) sets_attributes_ = true;
-      if (n->kind() == prim::Enter || n->kind() == prim::Exit) {
-        const bool is_autocast = n->input(0)->type()->repr_str().find("autocast") != std::string::npos;
-        if (is_autocast) autocast = n->kind() == prim::Enter;
-      }
+      if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
       if (autocast) in_autocast_.insert(n);
       CanonicalOp op = canonical(n);
       if (!op.name.empty()) {

@@ -109,7 +109,7 @@ static size_t check_autocast(const Module& module, const std::string& method) {
   size_t traced = 0;
   for (const auto& [n, place] : view.places) {
     traced += n->kind() == aten::_convolution;
-    if (n->kind() == prim::Enter && n->input(0)->type()->repr_str().find("autocast") != std::string::npos)
+    if (borders_autocast(n))
       throw Error(kUsage,
                   fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
                               "autocast: leave --amp out, or take the block out of the model",
@@ -199,8 +199,7 @@ using Method = std::pair<const c10::ClassType*, std::string>;
 void collect_calls(const Block* block, bool autocast, std::set<Method>& called, std::set<Method>& in_autocast,
                    std::unordered_set<const Graph*>& functions) {
   for (Node* n : const_cast<Block*>(block)->nodes()) {
-    if (n->kind() == prim::Enter || n->kind() == prim::Exit)
-      if (n->input(0)->type()->repr_str().find("autocast") != std::string::npos) autocast = n->kind() == prim::Enter;
+    if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
     if (n->kind() == prim::CallMethod) {
       if (auto type = n->input(0)->type()->cast<c10::ClassType>()) {
         called.insert({type.get(), n->s(attr::name)});

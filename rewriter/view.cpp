@@ -24,6 +24,11 @@ std::optional<std::string> attribute_path(const Value* v) {
   return path;
 }
 
+bool borders_autocast(const Node* n) {
+  return (n->kind() == prim::Enter || n->kind() == prim::Exit) &&
+         n->input(0)->type()->repr_str().find("autocast") != std::string::npos;
+}
+
 static const Function* called_function(const Node* call) {
   if (call->kind() == prim::CallFunction) {
     if (auto type = call->input(0)->type()->cast<FunctionType>()) return type->function();

@@ -1,13 +1,3 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const page = document.getElementById("page");
-const make = (tag, into, text, attributes) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  for (const name in attributes || {}) node.setAttribute(name, attributes[name]);
-  if (into) into.append(node);
-  return node;
-};
 const operators = (into, ops) => {
   for (const [name, count] of Object.entries(ops.removed)) make("span", into, `− ${name}${count > 1 ? " ×" + count : ""}`, { class: "op minus" });
   for (const [name, count] of Object.entries(ops.added)) make("span", into, `+ ${name}${count > 1 ? " ×" + count : ""}`, { class: "op plus" });

@@ -1,13 +1,4 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const page = document.getElementById("page"), tip = document.getElementById("tip");
-const make = (tag, into, text, attributes) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  for (const name in attributes || {}) node.setAttribute(name, attributes[name]);
-  if (into) into.append(node);
-  return node;
-};
+const tip = document.getElementById("tip");
 const bytes = (b) => {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
