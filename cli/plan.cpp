@@ -1,29 +1,100 @@
 // tsmem plan: peak memory against step time.
+#include <fmt/format.h>
+
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli.h"
+#include "planning.h"
 #include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/milp.h"
+#include "rewriter/model_file.h"
+#include "run_options.h"
+#include "timeline.h"
 
 namespace tsmem::cli {
+namespace {
 
-Run add_plan(CLI::App& app, const Common&) {
-  struct Options {
-    std::string model, plot, json;
-    std::vector<std::string> inputs;
-  };
+using nlohmann::json;
+
+struct Options {
+  std::string model, plot;
+  RunOptions run;
+  PlanLimits limits;
+  int points = 10;
+  std::string amp;
+};
+
+void check_files(const Options& o) {
+  if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
+    throw Error(kUsage, "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
+  if (o.plot.ends_with(".png")) require_png();
+  if (o.plot.empty()) return;
+  if (o.plot == o.run.json) throw Error(kUsage, "--plot and --json name the same file.");
+  if (!o.plot.starts_with("/dev/")) check_output(o.plot, /*force=*/true);
+  if (same_file(o.plot, o.model)) throw Error(kUsage, "'" + o.plot + "' would replace a model that this command reads.");
+}
+
+int run(const Options& o, const Common& common) {
+  check_files(o);
+  o.run.apply();
+  require_device(o.run.device);
+  if (o.run.inputs.empty() && o.run.inputs_file.empty())
+    throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
+  auto file = load_model(o.model, o.run.device);
+  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
+  const Progress progress(common);
+  PlanOptions options = o.limits.options(common, progress);
+  options.method = o.run.method;
+  options.device = o.run.device;
+  RewriteOptions rewriting;
+  rewriting.amp = o.amp;
+  Planned planned(o.model, file.module, rewriting, inputs, options);
+  const auto points = planned.planner->front(planned.original.peak_bytes, o.points);
+  progress.clear();
+  if (!o.run.json.empty()) write_json(front_json(planned, points), o.run.json, {o.model});
+  if (!o.plot.empty()) {
+    const auto svg = front_svg(o.model, planned, points);
+    save_text(o.plot.ends_with(".png") ? png_of(svg) : svg, o.plot);
+  }
+  if (o.run.json == "-") return kOk;
+  const auto ratio = [](double a, double b) { return fmt::format("{:.3f}", a / b); };
+  std::vector<std::vector<std::string>> rows = {
+      {"budget", "peak", "of original", "kept", "step", "of original", "run again, GFLOP"}};
+  for (const PlanPoint& p : points)
+    rows.push_back({bytes_text(p.budget), bytes_text(p.predicted_peak_bytes),
+                    ratio(static_cast<double>(p.predicted_peak_bytes), static_cast<double>(planned.original.peak_bytes)),
+                    bytes_text(p.kept_bytes), seconds_text(p.predicted_seconds),
+                    ratio(p.predicted_seconds, planned.original.seconds),
+                    fmt::format("{:.2f}", p.recomputed_flops / 1e9)});
+  for (size_t c = 0; c < rows[0].size(); ++c) align_right(rows, c);
+  print(table(rows));
+  print(fmt::format("\nThe original: peak {}, step {}. The smallest budget is {}. {} solved {} in {}.\n",
+                    bytes_text(planned.original.peak_bytes), seconds_text(planned.original.seconds),
+                    bytes_text(points.front().predicted_peak_bytes), solver_name(),
+                    counted(planned.planner->solves(), "program"), seconds_text(planned.planner->solve_seconds())));
+  return kOk;
+}
+
+}  // namespace
+
+Run add_plan(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
-  app.description("Show peak memory against step time (not in this version)");
+  app.description("Show peak memory against step time, for every budget");
   app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
-  app.add_option("--input", o->inputs, "An argument of forward, such as 8x3x224x224; repeatable")
-      ->type_name("SPEC")
-      ->allow_extra_args(false);
-  app.add_option("--plot", o->plot, "Draw the front to this file")->type_name("FILE");
-  app.add_option("--json", o->json, "Write the points to this file")->type_name("FILE");
-  app.footer("Example: tsmem plan model.pt --input 8x3x224x224 --plot front.svg");
-  return [o]() -> int {
-    throw Error(kUsage, "This version of tsmem can't plan; 'tsmem rewrite " + o->model +
-                            " -o OUT.pt' rewrites operators, and 'tsmem profile --vs' shows what that saves.");
-  };
+  o->run.add(app);
+  o->limits.add(app);
+  app.add_option("--points", o->points, "Budgets, from the smallest to the original's peak (default 10)")
+      ->type_name("N")
+      ->check(CLI::Range(2, 100));
+  app.add_option("--amp", o->amp, "Plan for forward under autocast, as rewrite --amp writes it")
+      ->check(CLI::IsMember({"bf16", "f16"}));
+  app.add_option("--plot", o->plot, "Draw the front, as .svg or .png")->type_name("FILE");
+  app.footer(
+      "Example: tsmem plan model.pt --input 8x3x224x224 --plot front.svg\n\n"
+      "Peaks are measured with each plan, on this device; 'tsmem rewrite --budget' writes the model for one of them.");
+  return [o, &common] { return run(*o, common); };
 }
 
 }  // namespace tsmem::cli

@@ -187,7 +187,7 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
   }
 };
 
-Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, bool recompute) {
+Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
   if (!needs_grad(self) || self.numel() == 0 || !plain(self)) return stock_act(self, act);
@@ -198,14 +198,15 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
     out = SmoothAct::apply(self, act);
   else
     return stock_act(self, act);
-  if (recompute)
-    offer(out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); });
+  offer(
+      out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); },
+      recompute);
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("act(Tensor self, str act, float[] act_args, bool recompute=False) -> Tensor", TORCH_FN(act));
+  m.def("act(Tensor self, str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
 }

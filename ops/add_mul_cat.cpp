@@ -17,12 +17,15 @@ bool alike(const Tensor& a, const Tensor& b) {
   return plain(a) && plain(b) && a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-Tensor add(const Tensor& a, const Tensor& b, const at::Scalar& alpha, bool recompute) {
+Tensor add(const Tensor& a, const Tensor& b, const at::Scalar& alpha, int64_t recompute) {
   const Tensor out = at::add(a, b, alpha);
-  if (recompute && needs_grad(a, b) && alike(a, b))
-    offer(out, {a, b}, [alpha](std::vector<Tensor>& from, const std::vector<bool>& spare) {
-      return may_overwrite_first(from, spare) ? from[0].add_(from[1], alpha) : at::add(from[0], from[1], alpha);
-    });
+  if (needs_grad(a, b) && alike(a, b))
+    offer(
+        out, {a, b},
+        [alpha](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+          return may_overwrite_first(from, spare) ? from[0].add_(from[1], alpha) : at::add(from[0], from[1], alpha);
+        },
+        recompute);
   return out;
 }
 
@@ -50,14 +53,14 @@ struct Mul : torch::autograd::Function<Mul> {
   }
 };
 
-Tensor mul(const Tensor& a, const Tensor& b, bool recompute) {
+Tensor mul(const Tensor& a, const Tensor& b, int64_t recompute) {
   if (!needs_grad(a, b) || !alike(a, b)) return at::mul(a, b);
   const Tensor out = Mul::apply(a, b);
-  if (recompute) offer(out, {a, b}, multiply_again);
+  offer(out, {a, b}, multiply_again, recompute);
   return out;
 }
 
-Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
+Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
   bool ours = recompute && at::GradMode::is_enabled() && !tensors.empty() && tensors[0].dim() > 0, grad = false;
   for (const Tensor& t : tensors) {
     ours = ours && alike(t, tensors[0]) && t.dim() == tensors[0].dim();
@@ -67,15 +70,15 @@ Tensor cat(at::TensorList tensors, int64_t dim, bool recompute) {
   const Tensor out = at::cat(tensors, dim);
   offer(
       out, tensors.vec(), [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::cat(from, dim); },
-      Pieces::yes);
+      recompute, Pieces::yes);
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("add(Tensor self, Tensor other, Scalar alpha=1, bool recompute=False) -> Tensor", TORCH_FN(add));
-  m.def("mul(Tensor self, Tensor other, bool recompute=False) -> Tensor", TORCH_FN(mul));
-  m.def("cat(Tensor[] tensors, int dim=0, bool recompute=False) -> Tensor", TORCH_FN(cat));
+  m.def("add(Tensor self, Tensor other, Scalar alpha=1, int recompute=0) -> Tensor", TORCH_FN(add));
+  m.def("mul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(mul));
+  m.def("cat(Tensor[] tensors, int dim=0, int recompute=0) -> Tensor", TORCH_FN(cat));
 }
 
 }  // namespace

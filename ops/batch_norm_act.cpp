@@ -90,21 +90,21 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
 };
 
 std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                       const Act& act, bool stats, const char* name, bool recompute) {
+                                       const Act& act, bool stats, const char* name, int64_t recompute) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
     std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
                                    bn.momentum, bn.eps, act, stats, std::string(name), &used);
-    if (recompute)
-      offer(out[0],
-            {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
-             value_or_undefined(other)},
-            [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
-              return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
-                                spare[5]   ? optional(from[5])
-                                : spare[0] ? optional(from[0])
-                                           : OptTensor());
-            });
+    offer(out[0],
+          {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
+           value_or_undefined(other)},
+          [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+            return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
+                              spare[5]   ? optional(from[5])
+                              : spare[0] ? optional(from[0])
+                                         : OptTensor());
+          },
+          recompute);
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
 Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                       const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                       double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
-                      bool recompute) {
+                      int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
                                                         const OptTensor& bias, const OptTensor& running_mean,
                                                         const OptTensor& running_var, bool training, double momentum,
                                                         double eps, bool cudnn_enabled, c10::string_view name,
-                                                        at::ArrayRef<double> args, bool recompute) {
+                                                        at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats", recompute);
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
 Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                           double eps, bool cudnn_enabled, const Tensor& other, c10::string_view name,
-                          at::ArrayRef<double> args, bool recompute) {
+                          at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (!norm_usable(input, bn, other, act)) return stock_act(stock_norm(input, bn, cudnn_enabled) + other, act);
@@ -160,12 +160,12 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, bool recompute=False) -> Tensor",
+  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor",
         TORCH_FN(batch_norm_act));
   m.def("batch_norm_act_stats(" TSMEM_BN
-        ", str act, float[] act_args, bool recompute=False) -> (Tensor, Tensor, Tensor)",
+        ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
-  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args, bool recompute=False) -> Tensor",
+  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args, int recompute=0) -> Tensor",
         TORCH_FN(batch_norm_add_act));
 }
 

@@ -123,7 +123,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
                                  const OptTensor& running_mean, const OptTensor& running_var, bool training,
                                  double momentum, double eps, bool cudnn_enabled, c10::string_view name,
                                  at::ArrayRef<double> args, IntArrayRef kernel_size, IntArrayRef stride,
-                                 IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, bool recompute) {
+                                 IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   const auto two = [](IntArrayRef l) { return l.size() == 1 ? std::vector<int64_t>{l[0], l[0]} : l.vec(); };
@@ -139,14 +139,14 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   // With given statistics and a frozen weight even the norm's input need not be kept: bits and positions do.
   if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {
     using Norm = Tensor(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
-                        double, double, bool, c10::string_view, at::ArrayRef<double>, bool);
-    using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool);
+                        double, double, bool, c10::string_view, at::ArrayRef<double>, int64_t);
+    using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool, int64_t);
     static const auto norm = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::batch_norm_act", "").typed<Norm>();
     static const auto max_pool =
         c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::max_pool2d", "").typed<MaxPool>();
     const Tensor z = norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled,
-                               name, args, /*recompute=*/false);
-    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, /*recompute=*/false);
+                               name, args, /*recompute=*/0);
+    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, /*recompute=*/0);
   }
   if (!usable) {
     const Tensor activated = stock_act(stock_norm(input, bn, cudnn_enabled), act);
@@ -155,11 +155,12 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias))) {
     std::array<Tensor, 3> used;
     const Tensor out = NormPool::apply(input, weight, bias, bn, act, pool, &used);
-    if (recompute)
-      offer(out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1], used[2]},
-            [act, pool](std::vector<Tensor>& from, const std::vector<bool>&) {
-              return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], from[5], act, pool);
-            });
+    offer(
+        out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1], used[2]},
+        [act, pool](std::vector<Tensor>& from, const std::vector<bool>&) {
+          return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], from[5], act, pool);
+        },
+        recompute);
     return out;
   }
   return std::get<0>(forward_raw(input, bn, act, pool, false));
@@ -172,7 +173,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "running_var, "
       "bool training, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, int[2] kernel_size, "
       "int[2] stride, "
-      "int[2] padding, int[2] dilation, bool ceil_mode, bool recompute=False) -> Tensor",
+      "int[2] padding, int[2] dilation, bool ceil_mode, int recompute=0) -> Tensor",
       TORCH_FN(batch_norm_act_max_pool2d));
 }
 

@@ -105,11 +105,26 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
 }
 
 // Batches an unbatched input, as stock does.
-Tensor apply(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-             const Forward& stock) {
+Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
+             const Forward& stock, int64_t recompute) {
   const OptTensor b = defined(bias);
-  if (input.dim() == weight.dim()) return Conv::apply(input, weight, b, args, stock);
-  return Conv::apply(input.unsqueeze(0), weight, b, args, stock).squeeze(0);
+  const bool batched = unbatched.dim() == weight.dim();
+  const Tensor input = batched ? unbatched : unbatched.unsqueeze(0);
+  const Tensor out = Conv::apply(input, weight, b, args, stock);
+  const Tensor& per_weight = args.transposed ? input : out;  // each of its elements meets one filter
+  const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
+                       static_cast<double>(std::max<int64_t>(1, weight.size(0)));
+  // The bias as autocast casts it is nobody's but ours.
+  const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
+  offer(
+      out, {input, weight, cast.defined() ? Tensor() : value_or_undefined(b)},
+      [args, cast](std::vector<Tensor>& from, const std::vector<bool>&) {
+        const Tensor x = args.pad_after.empty() ? from[0] : at::constant_pad_nd(from[0], args.pad_after);
+        return at::convolution(x, from[1], optional(cast.defined() ? cast : from[2]), args.stride, args.padding,
+                               args.dilation, args.transposed, args.output_padding, args.groups);
+      },
+      recompute, Pieces::no, flops);
+  return batched ? out : out.squeeze(0);
 }
 
 template <int64_t D>
@@ -138,19 +153,22 @@ Tensor stock_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b
 
 template <int64_t D>
 Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, IntArrayRef padding,
-            IntArrayRef dilation, int64_t groups) {
+            IntArrayRef dilation, int64_t groups, int64_t recompute) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
-  return apply(input, weight, bias, args, [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-    return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
-  });
+  return apply(
+      input, weight, bias, args,
+      [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+        return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
+      },
+      recompute);
 }
 
 template <int64_t D>
 Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
-                    c10::string_view padding, IntArrayRef dilation, int64_t groups) {
+                    c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
   const bool same = padding == "same";
   if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
     return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
@@ -171,26 +189,34 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
     }
     if (std::any_of(after.begin(), after.end(), [](int64_t p) { return p != 0; })) args.pad_after = after;
   }
-  return apply(input, weight, bias, args, [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-    return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
-  });
+  return apply(
+      input, weight, bias, args,
+      [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+        return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
+      },
+      recompute);
 }
 
 template <int64_t D>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
-                      IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
+                      IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation,
+                      int64_t recompute) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return stock_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), {}, true, groups};
-  return apply(input, weight, bias, args, [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-    return stock_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
-  });
+  return apply(
+      input, weight, bias, args,
+      [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+        return stock_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
+      },
+      recompute);
 }
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-                   int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32) {
+                   int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32,
+                   int64_t recompute) {
   const Forward stock = [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
     return at::_convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups, benchmark,
                             deterministic, cudnn_enabled, allow_tf32);
@@ -200,14 +226,14 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& b
   return apply(
       input, weight, bias,
       {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), {}, transposed, groups},
-      stock);
+      stock, recompute);
 }
 
 Tensor convolution_deprecated(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                               IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-                              int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled) {
+                              int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, int64_t recompute) {
   return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark,
-                     deterministic, cudnn_enabled, at::globalContext().allowTF32CuDNN(at::Float32Op::CONV));
+                     deterministic, cudnn_enabled, at::globalContext().allowTF32CuDNN(at::Float32Op::CONV), recompute);
 }
 
 // `op` with its operands cast as autocast casts a convolution's; weights through the cache that all ops share.
@@ -243,49 +269,49 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def(
       "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] dilation=1, "
-      "int groups=1) -> Tensor",
+      "int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv<1>));
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, "
-      "int groups=1) -> Tensor",
+      "int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv<2>));
   m.def(
       "conv3d(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, int[3] dilation=1, "
-      "int groups=1) -> Tensor",
+      "int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv<3>));
   m.def(
       "conv1d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, str padding=\"valid\", int[1] "
-      "dilation=1, int groups=1) -> Tensor",
+      "dilation=1, int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_padding<1>));
   m.def(
       "conv2d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, str padding=\"valid\", int[2] "
-      "dilation=1, int groups=1) -> Tensor",
+      "dilation=1, int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_padding<2>));
   m.def(
       "conv3d.padding(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, str padding=\"valid\", int[3] "
-      "dilation=1, int groups=1) -> Tensor",
+      "dilation=1, int groups=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_padding<3>));
   m.def(
       "conv_transpose1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] "
-      "output_padding=0, int groups=1, int[1] dilation=1) -> Tensor",
+      "output_padding=0, int groups=1, int[1] dilation=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_transpose<1>));
   m.def(
       "conv_transpose2d.input(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
-      "int[2] output_padding=0, int groups=1, int[2] dilation=1) -> Tensor",
+      "int[2] output_padding=0, int groups=1, int[2] dilation=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_transpose<2>));
   m.def(
       "conv_transpose3d.input(Tensor input, Tensor weight, Tensor? bias=None, int[3] stride=1, int[3] padding=0, "
-      "int[3] output_padding=0, int groups=1, int[3] dilation=1) -> Tensor",
+      "int[3] output_padding=0, int groups=1, int[3] dilation=1, int recompute=0) -> Tensor",
       TORCH_FN(conv_transpose<3>));
   m.def(
       "_convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, bool "
       "transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool "
-      "allow_tf32) -> Tensor",
+      "allow_tf32, int recompute=0) -> Tensor",
       TORCH_FN(convolution));
   m.def(
       "_convolution.deprecated(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
-      "bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled) -> "
-      "Tensor",
+      "bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, int "
+      "recompute=0) -> Tensor",
       TORCH_FN(convolution_deprecated));
 }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {

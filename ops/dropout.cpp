@@ -137,7 +137,7 @@ Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
 
 // The generator's state is kept on the CPU only, and for real tensors only.
 template <Kind kind>
-Tensor run(const Tensor& input, double p, bool train, bool recompute) {
+Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() &&
                     !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
@@ -148,16 +148,19 @@ Tensor run(const Tensor& input, double p, bool train, bool recompute) {
   const Tensor out = Dropout::apply(input, p, kind, &noise);
   if (recompute) {
     const Tensor from = std::exchange(noise.from, Tensor());
-    offer(out, {input, from}, [noise](std::vector<Tensor>& operands, const std::vector<bool>&) {
-      Noise again = noise;
-      again.from = operands[1];
-      return with_noise(operands[0], scaled(draw_again(again, operands[0].options()), noise.kind, noise.p, true));
-    });
+    offer(
+        out, {input, from},
+        [noise](std::vector<Tensor>& operands, const std::vector<bool>&) {
+          Noise again = noise;
+          again.from = operands[1];
+          return with_noise(operands[0], scaled(draw_again(again, operands[0].options()), noise.kind, noise.p, true));
+        },
+        recompute);
   }
   return out;
 }
 
-Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, bool recompute) {
+Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute) {
   if (draws && train && (p == 0 || p == 1) && needs_grad(input) && input.numel() > 0)
     at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return run<Kind::plain>(input, p, train, recompute);
@@ -167,15 +170,15 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, bool recompute=False) -> Tensor",
+  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, int recompute=0) -> Tensor",
                       random),
         TORCH_FN(run_dropout));
-  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
+  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
         TORCH_FN(run<Kind::feature>));
-  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
+  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
         TORCH_FN(run<Kind::alpha>));
   m.def(
-      torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, bool recompute=False) -> Tensor", random),
+      torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
       TORCH_FN(run<Kind::feature_alpha>));
 }
 

@@ -15,7 +15,7 @@ OptTensor repeated(const OptTensor& t, int64_t times) { return t ? OptTensor(t->
 Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const OptTensor& bias_,
                          const OptTensor& running_mean_, const OptTensor& running_var_, bool use_input_stats,
                          double momentum, double eps, bool cudnn_enabled, c10::string_view name,
-                         at::ArrayRef<double> args, bool recompute) {
+                         at::ArrayRef<double> args, int64_t recompute) {
   const OptTensor weight = defined(weight_), bias = defined(bias_), running_mean = defined(running_mean_),
                   running_var = defined(running_var_);
   const auto per_channel = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->size(0) == input.size(1)); };
@@ -44,7 +44,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def(
       "instance_norm_act(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, bool use_input_stats, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, "
-      "bool recompute=False) -> Tensor",
+      "int recompute=0) -> Tensor",
       TORCH_FN(instance_norm_act));
 }
 

@@ -86,13 +86,14 @@ bool fits(const Tensor& x, const OptTensor& parameter) {
   return !parameter || (plain(*parameter) && parameter->device() == x.device());
 }
 
-Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n, bool recompute) {
+Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n, int64_t recompute) {
   const Tensor out = Norm::apply(x, weight, bias, n);
-  if (recompute)
-    offer(out, {x, value_or_undefined(weight), value_or_undefined(bias)},
-          [n](std::vector<Tensor>& from, const std::vector<bool>&) {
-            return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
-          });
+  offer(
+      out, {x, value_or_undefined(weight), value_or_undefined(bias)},
+      [n](std::vector<Tensor>& from, const std::vector<bool>&) {
+        return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
+      },
+      recompute);
   return out;
 }
 
@@ -102,7 +103,7 @@ bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
 }
 
 Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
-                      double eps, bool cudnn_enable, bool recompute) {
+                      double eps, bool cudnn_enable, int64_t recompute) {
   const OptTensor w = defined(weight), b = defined(bias);
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
   const bool shaped = !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
@@ -112,7 +113,7 @@ Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& w
 }
 
 Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
-                      bool cudnn_enabled, bool recompute) {
+                      bool cudnn_enabled, int64_t recompute) {
   const OptTensor w = defined(weight), b = defined(bias);
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
@@ -123,7 +124,7 @@ Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, 
 // CUDA's autocast runs both in float32, the CPU's leaves them alone.
 template <c10::DeviceType device>
 Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
-                           double eps, bool cudnn_enable, bool recompute) {
+                           double eps, bool cudnn_enable, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   return run_layer_norm(at::autocast::cached_cast(at::kFloat, x, device), shape,
                         at::autocast::cached_cast(at::kFloat, weight, device),
@@ -131,7 +132,7 @@ Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTens
 }
 template <c10::DeviceType device>
 Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
-                           bool cudnn_enabled, bool recompute) {
+                           bool cudnn_enabled, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   return run_group_norm(at::autocast::cached_cast(at::kFloat, x, device), groups,
                         at::autocast::cached_cast(at::kFloat, weight, device),
@@ -142,11 +143,11 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def(
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
-      "cudnn_enable=True, bool recompute=False) -> Tensor",
+      "cudnn_enable=True, int recompute=0) -> Tensor",
       TORCH_FN(run_layer_norm));
   m.def(
       "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
-      "cudnn_enabled=True, bool recompute=False) -> Tensor",
+      "cudnn_enabled=True, int recompute=0) -> Tensor",
       TORCH_FN(run_group_norm));
 }
 

@@ -48,25 +48,31 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
-Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
   const OptTensor b = defined(bias);
   const bool ours = needs_grad(input, weight, value_or_undefined(b)) && plain(input) && plain(weight) &&
                     (!b || (plain(*b) && b->dim() == 1)) && input.dim() >= 2 && weight.dim() == 2 &&
                     input.numel() > 0 && weight.numel() > 0;
-  return ours ? Linear::apply(input, weight, b) : at::linear(input, weight, bias);
+  if (!ours) return at::linear(input, weight, bias);
+  const Tensor out = Linear::apply(input, weight, b);
+  offer(
+      out, {input, weight, value_or_undefined(b)},
+      [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::linear(from[0], from[1], optional(from[2])); },
+      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1)));
+  return out;
 }
 
 template <c10::DeviceType device>
-Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
   return run(at::autocast::cached_cast(to, input, device), cast_for_autocast(to, weight, device),
-             at::autocast::cached_cast(to, bias, device));
+             at::autocast::cached_cast(to, bias, device), recompute);
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", TORCH_FN(run));
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, int recompute=0) -> Tensor", TORCH_FN(run));
 }
 TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
   if (another_copy_registered()) return;

@@ -268,13 +268,16 @@ bool ours(const Tensor& x, int64_t dims) {
   return (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 && plain(x) && has_kernel(forward_op(), x);
 }
 
-Tensor pool(const Tensor& x, const Windows& w, int64_t dims, bool recompute) {
+Tensor pool(const Tensor& x, const Windows& w, int64_t dims, int64_t recompute) {
   const Tensor batched = x.dim() == dims + 2 ? x : x.unsqueeze(0);
   Tensor y = needs_grad(x) ? MaxPool::apply(batched, w) : std::get<0>(call_forward(batched, w, false));
-  if (recompute && y.requires_grad())
-    offer(y, {batched}, [w](std::vector<Tensor>& from, const std::vector<bool>&) {
-      return std::get<0>(call_forward(from[0], w, false));
-    });
+  if (y.requires_grad())
+    offer(
+        y, {batched},
+        [w](std::vector<Tensor>& from, const std::vector<bool>&) {
+          return std::get<0>(call_forward(from[0], w, false));
+        },
+        recompute);
   return x.dim() == dims + 2 ? y : y.squeeze(0);
 }
 
@@ -303,7 +306,7 @@ Tensor stock(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRe
 
 template <int64_t D>
 Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                bool ceil_mode, bool recompute) {
+                bool ceil_mode, int64_t recompute) {
   auto fits = [](IntArrayRef list) { return list.size() == 1 || list.size() == D; };
   auto expand = [](IntArrayRef list) { return list.size() == 1 ? std::vector<int64_t>(D, list[0]) : list.vec(); };
   if (ours(x, D) && fits(kernel) && (stride.empty() || fits(stride)) && fits(padding) && fits(dilation)) {
@@ -314,7 +317,7 @@ Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArra
 }
 
 template <int64_t D>
-Tensor adaptive_max_pool(const Tensor& x, IntArrayRef output_size, bool recompute) {
+Tensor adaptive_max_pool(const Tensor& x, IntArrayRef output_size, int64_t recompute) {
   bool positive = output_size.size() == D;
   for (int64_t o : output_size) positive = positive && o > 0;
   if (ours(x, D) && positive) return pool(x, {{}, {}, {}, {}, output_size.vec()}, D, recompute);
@@ -325,12 +328,12 @@ Tensor adaptive_max_pool(const Tensor& x, IntArrayRef output_size, bool recomput
 
 // AutocastCPU runs 3-d max pools, and the adaptive 3-d one, in float32.
 Tensor max_pool3d_f32(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
-                      IntArrayRef dilation, bool ceil_mode, bool recompute) {
+                      IntArrayRef dilation, bool ceil_mode, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
   return max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), kernel, stride, padding, dilation,
                      ceil_mode, recompute);
 }
-Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size, bool recompute) {
+Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
   return adaptive_max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), output_size, recompute);
 }
@@ -339,21 +342,21 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def(
       "max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
-      "ceil_mode=False, bool recompute=False) -> Tensor",
+      "ceil_mode=False, int recompute=0) -> Tensor",
       TORCH_FN(max_pool<1>));
   m.def(
       "max_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool "
-      "ceil_mode=False, bool recompute=False) -> Tensor",
+      "ceil_mode=False, int recompute=0) -> Tensor",
       TORCH_FN(max_pool<2>));
   m.def(
       "max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool "
-      "ceil_mode=False, bool recompute=False) -> Tensor",
+      "ceil_mode=False, int recompute=0) -> Tensor",
       TORCH_FN(max_pool<3>));
-  m.def("adaptive_max_pool1d(Tensor self, int[1] output_size, bool recompute=False) -> Tensor",
+  m.def("adaptive_max_pool1d(Tensor self, int[1] output_size, int recompute=0) -> Tensor",
         TORCH_FN(adaptive_max_pool<1>));
-  m.def("adaptive_max_pool2d(Tensor self, int[2] output_size, bool recompute=False) -> Tensor",
+  m.def("adaptive_max_pool2d(Tensor self, int[2] output_size, int recompute=0) -> Tensor",
         TORCH_FN(adaptive_max_pool<2>));
-  m.def("adaptive_max_pool3d(Tensor self, int[3] output_size, bool recompute=False) -> Tensor",
+  m.def("adaptive_max_pool3d(Tensor self, int[3] output_size, int recompute=0) -> Tensor",
         TORCH_FN(adaptive_max_pool<3>));
   m.def(
       "_max_pool(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, int[] out, bool positions) -> "

@@ -110,7 +110,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
 };
 
 Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
-           bool recompute) {
+           int64_t recompute) {
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
                 has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
                 s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
@@ -122,18 +122,18 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
   if (!usable) return at::mul(activated, scale);
   const Tensor out =
       MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
-  if (recompute) offer(out, {activated, scale}, multiply_again);
+  offer(out, {activated, scale}, multiply_again, recompute);
   return out;
 }
 
 Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
-               at::ArrayRef<double> args, bool recompute) {
+               at::ArrayRef<double> args, int64_t recompute) {
   return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act", recompute);
 }
 
 Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
                           const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
-                          at::ArrayRef<double> args, bool recompute) {
+                          at::ArrayRef<double> args, int64_t recompute) {
   return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act",
              recompute);
 }
@@ -141,13 +141,13 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def(
-      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, bool recompute=False) -> "
+      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0) -> "
       "Tensor",
       TORCH_FN(mul_act));
   m.def(
       "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
       "Tensor invstd, "
-      "str act, float[] act_args, bool recompute=False) -> Tensor",
+      "str act, float[] act_args, int recompute=0) -> Tensor",
       TORCH_FN(mul_batch_norm_act));
 }
 

@@ -72,7 +72,7 @@ struct Edges {
 at::Tensor batch_norm_act(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                           double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
-                          bool recompute);
+                          int64_t recompute);
 
 inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
 

@@ -3,6 +3,9 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 
+#include <torch/csrc/autograd/engine.h>
+
+#include <chrono>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -23,7 +26,10 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;  // recipes in a row
+  int depth = 1;      // cheap recipes in a row
+  bool dear = false;  // made once in a pass of backward
+  mutable std::mutex mutex;
+  mutable Tensor made;  // of a dear one: the output, until its own op's backward
 };
 
 namespace {
@@ -38,6 +44,7 @@ struct Known {
   RecipePtr recipe;
   uint32_t version = 0;  // of the output when the recipe was offered
   bool kept = false;     // somebody keeps it for backward
+  int value = -1;        // in the journal
 };
 
 // Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
@@ -65,7 +72,10 @@ class Table {
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep();
     Known& known = entries_[node.get()];
-    if (known.node.expired()) known = {node, nullptr};
+    if (known.node.expired()) {
+      known = Known();
+      known.node = node;
+    }
     f(known);
   }
   std::optional<Known> find(const Node* node) {
@@ -117,12 +127,15 @@ void mark_kept(const Tensor& t) {
   let_go(whole);
 }
 
-// The leaves of a recipe in the order of make_again(); false where one has gone or was changed.
-bool collect(const Recipe& recipe, std::vector<Tensor>& leaves) {
+// Recipes that share sources are a graph, not a tree: each is visited once.
+using Visited = std::unordered_map<const Recipe*, size_t>;
+
+// The leaves of a recipe in the order of place(); false where one has gone or was changed.
+bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, Visited& visited) {
+  if (!visited.emplace(&recipe, 0).second) return true;
   for (const Source& s : recipe.sources) {
-    if (s.recipe) {
-      if (!collect(*s.recipe, leaves)) return false;
-    } else if (!s.tensor) {
+    if (s.recipe) continue;
+    if (!s.tensor) {
       leaves.emplace_back();
     } else {
       auto impl = s.tensor->lock();
@@ -132,23 +145,54 @@ bool collect(const Recipe& recipe, std::vector<Tensor>& leaves) {
       leaves.push_back(std::move(t));
     }
   }
+  for (const Source& s : recipe.sources)
+    if (s.recipe && !collect(*s.recipe, leaves, visited)) return false;
   return true;
 }
 
-Tensor make_again(const Recipe& recipe, const Tensor*& leaf) {
-  std::vector<Tensor> operands;
-  std::vector<bool> spare;
-  for (const Source& s : recipe.sources) {
-    spare.push_back(s.recipe != nullptr);
-    operands.push_back(s.recipe ? make_again(*s.recipe, leaf) : *leaf++);
-  }
-  return recipe.make(operands, spare);
+// Where each recipe's own leaves begin: those of its sources' recipes come after them. Returns where the next would.
+size_t place(const Recipe& recipe, size_t next, Visited& first) {
+  if (!first.emplace(&recipe, next).second) return next;
+  for (const Source& s : recipe.sources) next += s.recipe == nullptr;
+  for (const Source& s : recipe.sources)
+    if (s.recipe) next = place(*s.recipe, next, first);
+  return next;
 }
 
-size_t leaf_count(const Recipe& recipe) {
-  size_t count = 0;
-  for (const Source& s : recipe.sources) count += s.recipe ? leaf_count(*s.recipe) : 1;
-  return count;
+Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first) {
+  std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
+  if (recipe->dear) {
+    lock.lock();  // never against the order of the graph: sources never wait for what is made from them
+    if (recipe->made.defined()) return recipe->made;
+  }
+  std::vector<Tensor> operands;
+  std::vector<bool> spare;
+  const Tensor* leaf = leaves + first.at(recipe.get());
+  for (const Source& s : recipe->sources) {
+    spare.push_back(s.recipe && !s.recipe->dear);
+    operands.push_back(s.recipe ? make_again(s.recipe, leaves, first) : *leaf++);
+  }
+  Tensor made = recipe->make(operands, spare);
+  if (recipe->dear && torch::autograd::get_current_graph_task_id() != -1) {
+    recipe->made = made;
+    // Where the op's own backward is not part of this pass.
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = std::weak_ptr<const Recipe>(recipe)] {
+      if (const auto r = weak.lock()) {
+        std::lock_guard<std::mutex> guard(r->mutex);
+        r->made = Tensor();
+      }
+    });
+  }
+  return made;
+}
+
+// Every user of what the current node has made in forward has run its backward.
+void drop_own_output() {
+  const auto node = torch::autograd::get_current_node();
+  const auto known = node ? table().find(node.get()) : std::nullopt;
+  if (!known || !known->recipe || !known->recipe->dear) return;
+  std::lock_guard<std::mutex> guard(known->recipe->mutex);
+  known->recipe->made = Tensor();
 }
 
 // The recipe of t, where it has one that holds and is worth it.
@@ -157,7 +201,8 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const auto known = known_of(whole);
   if (!known || !known->recipe || known->recipe->depth > kLongestChain || whole._version() != known->version)
     return nullptr;
-  if (!collect(*known->recipe, leaves)) return nullptr;
+  Visited visited;
+  if (!collect(*known->recipe, leaves, visited)) return nullptr;
   size_t cost = 0;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const Tensor& l : leaves)
@@ -184,16 +229,61 @@ bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(
 
 struct Program : torch::CustomClassHolder {
   std::vector<RecipePtr> recipes;
+  int at = 0;  // in the journal
 };
+
+Journal* journal = nullptr;
+
+// Notes a value that an op could offer; returns its index.
+int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& make, int64_t recompute, Pieces pieces,
+         double flops) {
+  Journal::Value v{recompute,
+                   static_cast<int64_t>(output.storage().nbytes()),
+                   flops,
+                   0,
+                   0,
+                   {},
+                   pieces == Pieces::yes,
+                   c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
+  for (const Tensor& t : operands)
+    if (t.defined())
+      if (const auto known = known_of(owner(t)); known && known->value >= 0) {
+        v.operands.push_back(known->value);
+        v.operand_bytes += static_cast<int64_t>(bytes_of(t));
+      }
+  if (journal->timed) {
+    at::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    std::vector<Tensor> detached;
+    for (const Tensor& t : operands) detached.push_back(t.defined() ? t.detach() : t);
+    const auto start = std::chrono::steady_clock::now();
+    make(detached, std::vector<bool>(detached.size()));
+    v.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  journal->values.push_back(std::move(v));
+  const int index = static_cast<int>(journal->values.size()) - 1;
+  if (journal->mark) journal->mark(index, false);
+  return index;
+}
 
 }  // namespace
 
-void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, Pieces pieces) {
+void set_journal(Journal* j) { journal = j; }
+
+void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t recompute, Pieces pieces,
+           double flops) {
   const auto& node = output.grad_fn();
-  if (!node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
+  if (recompute == 0 || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
+  if (journal && !journal->closed) {
+    const int value = note(output, operands, make, recompute, pieces, flops);
+    table().update(node, [&](Known& k) { k.value = value; });
+  }
+  if (recompute < 0) return;
   auto recipe = std::make_shared<Recipe>();
   recipe->make = std::move(make);
   recipe->pieces = pieces;
+  recipe->dear = flops > 0;
   auto held = c10::make_intrusive<Held>();
   for (const Tensor& t : operands) {
     Source s;
@@ -203,7 +293,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       const bool kept = kept_anyway(t);
       if (!kept) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
-        recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+        if (!recipe->dear) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
@@ -237,6 +327,9 @@ Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType devi
 }
 
 void Keeper::add(const Tensor& t, bool always_itself) {
+  if (journal && !journal->closed && t.defined())
+    if (const auto known = known_of(owner(t)); known && known->value >= 0)
+      journal->uses.push_back({known->value, static_cast<int>(journal->values.size())});
   if (t.defined() && !always_itself && !hooks_active()) {
     std::vector<Tensor> leaves;
     if (RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves)) {
@@ -256,27 +349,32 @@ void Keeper::add(const Tensor& t, bool always_itself) {
 void Keeper::save(torch::autograd::AutogradContext* ctx) {
   auto program = c10::make_intrusive<Program>();
   program->recipes = std::move(recipes_);
+  if (journal) program->at = journal->closed ? -1 : static_cast<int>(journal->values.size());
   ctx->saved_data["kept"] = at::IValue::make_capsule(std::move(program));
   ctx->save_for_backward(std::move(leaves_));
 }
 
-Kept::Kept(torch::autograd::AutogradContext* ctx)
-    : leaves_(ctx->get_saved_variables()),
-      recipes_(c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule())->recipes) {
+Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_variables()) {
+  const auto program = c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule());
+  recipes_ = program->recipes;
   size_t at = 0;
   for (const RecipePtr& r : recipes_) {
     first_.push_back(at);
-    at += r ? leaf_count(*r) : 1;
+    Visited first;
+    at = r ? place(*r, at, first) : at + 1;
   }
+  if (journal && journal->mark && program->at >= 0) journal->mark(program->at, true);
+  drop_own_output();
 }
 
 Tensor Kept::operator[](size_t slot) const {
-  const Tensor* leaf = &leaves_[first_[slot]];
-  if (!recipes_[slot]) return *leaf;
+  if (!recipes_[slot]) return leaves_[first_[slot]];
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return make_again(*recipes_[slot], leaf);
+  Visited first;
+  place(*recipes_[slot], first_[slot], first);
+  return make_again(recipes_[slot], leaves_.data(), first);
 }
 
 bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }

@@ -25,9 +25,41 @@ using RecipePtr = std::shared_ptr<const Recipe>;
 enum class Pieces { no, yes };
 
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
-// included). Holds operands weakly: an offer whose operands have gone is void. Pieces::yes: the output is the operands
-// put together (cat), so that keeping them instead of it never costs memory; they are held while the output lives.
-void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, Pieces pieces = Pieces::no);
+// included). Holds operands weakly: an offer whose operands have gone is void.
+// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. A planner tells the
+// ops of a model apart by its magnitude (Journal).
+// Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
+// they are held while the output lives.
+// flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed, and
+// held until the op's own backward.
+void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
+           Pieces pieces = Pieces::no, double flops = 0);
+
+// What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
+struct Journal {
+  struct Value {
+    int64_t recompute;          // the op's argument
+    int64_t bytes;
+    double flops;               // not 0: dear
+    double seconds = 0;         // to make it, where `timed`
+    int64_t operand_bytes = 0;  // of operands that are values
+    std::vector<int> operands;  // values, by index
+    bool pieces = false;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // alive while somebody holds the output
+  };
+  struct Use {
+    int value, at;  // a node that was made when there were `at` values needs this one in backward
+  };
+  bool timed = false;   // make every value once more, and note how long that takes
+  bool closed = false;  // forward is over: what runs again in backward is not noted
+  std::vector<Value> values;
+  std::vector<Use> uses;
+  // After a value was noted, with its index; and where the backward of a node begins, with `at` as in Use.
+  std::function<void(int at, bool backward)> mark;
+};
+
+// nullptr: none. For one training step at a time.
+__attribute__((visibility("default"))) void set_journal(Journal* journal);
 
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);

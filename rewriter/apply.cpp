@@ -76,7 +76,7 @@ Value* literal(Graph& g, const std::string& text) {
 
 // Puts one line's op before `at`.
 Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f,
-               bool recompute) {
+               const RecomputeArgument& recompute) {
   WithInsertPoint here(at);
   std::vector<Value*> arguments;
   for (const std::string& a : line.arguments) {
@@ -92,7 +92,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
     }
   }
-  if (offers_recompute(line.op)) arguments.push_back(g.insertConstant(recompute));
+  if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op));
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())
@@ -116,7 +116,7 @@ void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
   }
 }
 
-void put(Graph& g, const View& copy, const Found& f, bool recompute) {
+void put(Graph& g, const View& copy, const Found& f, const RecomputeArgument& recompute) {
   std::vector<Node*> nodes;
   for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
   std::map<std::string, Value*> values;
@@ -142,7 +142,7 @@ void put(Graph& g, const View& copy, const Found& f, bool recompute) {
   if (!f.rule->sizes.empty()) {
     const Line line = parse_lines(f.rule->sizes).front();
     Value* inner = values.at(line.outputs[0]);
-    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, false)->output());
+    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, recompute)->output());
   }
   for (auto& [name, v] : made) {
     auto old = f.values.find(name);
@@ -167,14 +167,15 @@ static bool returns_argument(const Node* call) {
           (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
 }
 
-bool offers_recompute(const std::string& op) {
+Offers offers_recompute(const std::string& op) {
   for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
-    if (!o->schema().arguments().empty() && o->schema().arguments().back().name() == "recompute") return true;
-  return false;
+    if (!o->schema().arguments().empty() && o->schema().arguments().back().name() == "recompute")
+      return op.find("conv") != std::string::npos || op == "tsmem::linear" ? Offers::dear : Offers::cheap;
+  return Offers::nothing;
 }
 
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
-                                     bool recompute) {
+                                     const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted;
   for (const Found* f : matches) add_scopes(*f, wanted);
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is

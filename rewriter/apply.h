@@ -4,14 +4,18 @@
 
 namespace tsmem {
 
-// The body of `source` with the matches applied: calls and branches that a match crosses are inlined, the rest stays as
-// it was. With `recompute`, ops that can offer their output to be made again do so. Throws std::logic_error where an
-// op's schema does not take what the rule gives it (a bug in a pattern).
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
-                                     bool recompute);
+// The `recompute` argument of an op of ours that is put into a graph, at its insert point.
+using RecomputeArgument = std::function<Value*(Graph&, const std::string& op)>;
 
-// Whether an op of ours ("tsmem::add") can offer its output to be made again: its last argument is `recompute`.
-bool offers_recompute(const std::string& op);
+// The body of `source` with the matches applied: calls and branches that a match crosses are inlined, the rest stays as
+// it was. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a pattern).
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
+                                     const RecomputeArgument& recompute);
+
+// Whether an op of ours ("tsmem::add") can offer its output to be made again: its last argument is `recompute`. A dear
+// one (a convolution, a matrix product) is only made again where a plan says so.
+enum class Offers { nothing, cheap, dear };
+Offers offers_recompute(const std::string& op);
 
 // Whether a method of a module class has the same match of the same nodes in its own view.
 using HasMatch = std::function<bool(const c10::ClassType*, const std::string& method, const Found&)>;

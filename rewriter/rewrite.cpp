@@ -19,6 +19,7 @@ using namespace torch::jit;
 static const std::string kPrefix = "_tsmem_";
 static const std::string kOriginal = "_tsmem_original_";
 static const std::string kAmp = "_tsmem_amp_";
+static const std::string kRecompute = "_tsmem_recompute_";
 
 static bool starts_with(const std::string& s, const std::string& prefix) { return s.rfind(prefix, 0) == 0; }
 
@@ -142,6 +143,15 @@ std::string autocast_of(const Module& module, const std::string& method) {
   return "";
 }
 
+static Module submodule(Module m, const std::string& path) {
+  for (size_t from = 0; from < path.size();) {
+    const size_t dot = std::min(path.find('.', from), path.size());
+    m = m.attr(path.substr(from, dot - from)).toModule();
+    from = dot + 1;
+  }
+  return m;
+}
+
 bool is_rewritten(const Module& module) {
   for (const ModuleClass& c : module_classes(module))
     if (!kept_methods(c.type).empty()) return true;
@@ -167,6 +177,18 @@ bool restore(Module& module) {
       c.type->unsafeRemoveMethod(name);
       c.type->compilation_unit()->unsafeRemoveMethod(c10::QualifiedName(*c.type->name(), name));
     }
+    std::vector<std::string> attributes;
+    for (size_t i = c.type->numAttributes(); i-- > 0;)
+      if (starts_with(c.type->getAttributeName(i), kPrefix)) attributes.push_back(c.type->getAttributeName(i));
+    if (attributes.empty()) continue;
+    any = true;
+    for (const std::string& name : attributes) {
+      std::unordered_set<const c10::ivalue::Object*> done;  // a shared module has several paths
+      for (const std::string& path : c.paths)
+        if (auto object = submodule(module, path)._ivalue(); done.insert(object.get()).second)
+          object->unsafeRemoveAttr(name);
+      c.type->unsafeRemoveAttribute(name);
+    }
   }
   return any;
 }
@@ -187,7 +209,7 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
   for (const Pattern& p : all_patterns()) {
     const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
     const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default && (o.level == Level::regions || !p.for_regions) : named))
+    if (!skipped && (o.only.empty() ? p.by_default && (o.level != Level::ops || !p.for_regions) : named))
       chosen.push_back(&p);
   }
   return chosen;
@@ -264,15 +286,6 @@ at::Tensor attribute(Module m, const std::string& path) {
     m = m.attr(name).toModule();
     from = dot + 1;
   }
-}
-
-Module submodule(Module m, const std::string& path) {
-  for (size_t from = 0; from < path.size();) {
-    const size_t dot = std::min(path.find('.', from), path.size());
-    m = m.attr(path.substr(from, dot - from)).toModule();
-    from = dot + 1;
-  }
-  return m;
 }
 
 // The modules that --checkpoint names, without those inside others.
@@ -423,6 +436,7 @@ std::set<std::pair<std::string, std::string>> running_methods(const Module& root
 
 RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
   const std::vector<const Pattern*> patterns = chosen_patterns(options);
+  if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
   if (!dry_run)
     restore(module);
   else if (is_rewritten(module))
@@ -464,6 +478,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   };
 
   Scopes scopes;
+  RewriteReport report;
   std::map<Method, Result> results;
   std::map<Method, std::set<std::tuple<const Rule*, std::vector<Node*>, bool>>> known;  // see callee_has
   const auto nodes_of = [](const Found& f) {
@@ -514,7 +529,21 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     return set.count({f.rule, nodes_of(f), f.draws}) > 0;
   };
   for (const ModuleClass& c : classes) {
-    for (Function* f : c.type->methods()) {
+    size_t attributes = 0;
+    const RecomputeArgument recompute = [&](Graph& g, const std::string& op) {
+      const bool dear = offers_recompute(op) == Offers::dear;
+      const int64_t again = options.level != Level::ops && !dear;
+      if (options.level != Level::plan) return g.insertConstant(again);
+      const std::string name = kRecompute + std::to_string(attributes++);
+      std::unordered_set<const c10::ivalue::Object*> done;
+      for (const std::string& path : c.paths)
+        if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
+          m.register_attribute(name, IntType::get(), again);
+          report.sites.push_back({path, name, op, dear});
+        }
+      return g.insertGetAttr(g.inputs()[0], name);
+    };
+    for (Function* f : std::vector<Function*>(c.type->methods())) {
       auto it = results.find({c.type.get(), f->name()});
       if (it == results.end()) continue;
       Result& result = it->second;
@@ -556,8 +585,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       for (const Found* found : matches_of_method(kept, callee_has)) result.found.push_back(*found);
       std::vector<const Found*> chosen;
       for (const Found& found : result.found) chosen.push_back(&found);
-      if (!chosen.empty())
-        result.body = apply_matches(*function_graph(f), scopes, chosen, options.level == Level::regions);
+      if (!chosen.empty()) result.body = apply_matches(*function_graph(f), scopes, chosen, recompute);
       if (checkpointed.empty()) continue;
       auto body = result.body ? result.body : function_graph(f)->copy();
       result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
@@ -567,7 +595,6 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     }
   }
 
-  RewriteReport report;
   std::vector<std::string> entries;
   for (const auto& m : module.get_methods())
     if (!starts_with(m.name(), kPrefix) && (options.method.empty() || m.name() == options.method))
@@ -576,7 +603,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
       for (const Line& line : parse_lines(found.rule->rewrite))
-        if (offers_recompute(line.op))
+        if (offers_recompute(line.op) == Offers::cheap)
           for (const Place& p : found.nodes) again.insert(p.node);
   std::set<std::tuple<std::string, std::string, std::string>> refused;
   for (const auto& [path, method] : running_methods(module, entries, results)) {
@@ -591,7 +618,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
       for (const Line& line : parse_lines(found.rule->rewrite)) {
         m.op += (m.op.empty() ? "" : " + ") + line.op;
-        m.recomputed |= options.level == Level::regions && offers_recompute(line.op);
+        m.recomputed |= options.level != Level::ops && offers_recompute(line.op) == Offers::cheap;
       }
       if (m.recomputed) {
         region.recomputed.push_back(m.nodes.back());

@@ -9,7 +9,9 @@ namespace tsmem {
 
 // ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept
 // anyway (norms, activations, sums, concatenations between convolutions) are made again in backward.
-enum class Level { ops, regions };
+// plan: each of these outputs, and those of convolutions and linear layers, is made again where an attribute of its
+// module says so; at first as at regions. rewriter/plan.h chooses.
+enum class Level { ops, regions, plan };
 
 struct RewriteOptions {
   Level level = Level::ops;
@@ -40,15 +42,24 @@ struct Region {
   bool whole = false;  // a module of --checkpoint
 };
 
+// An output that a plan may keep or make again.
+struct Site {
+  std::string module;     // path of the instance
+  std::string attribute;  // its attribute, an integer: made again where it is positive
+  std::string op;
+  bool dear;  // a convolution or linear layer
+};
+
 struct RewriteReport {
   std::vector<Match> matches;
   std::vector<Region> regions;
   std::vector<Refusal> refused;
+  std::vector<Site> sites;  // at Level::plan
   size_t traced_convolutions = 0;  // under --amp: the CPU's autocast leaves aten::_convolution in float32
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
-// restored first. With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that
+// restored first. A module that has run must be loaded anew: TorchScript holds on to what it has compiled. With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that
 // matches nothing, and a module that can't be run again.
 RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options, bool dry_run = false);
 

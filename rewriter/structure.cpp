@@ -189,11 +189,12 @@ void compare_objects(const std::string& path, const Module& a, const Module& b, 
   compare_classes(path, ta, tb, out);
   auto name_of = [&](const std::string& n) { return path.empty() ? n : fmt::format("{}.{}", path, n); };
   for (size_t i = 0; i < tb->numAttributes(); ++i)
-    if (auto& n = tb->getAttributeName(i); !ta->findAttributeSlot(n))
+    if (auto& n = tb->getAttributeName(i); !hidden(n) && !ta->findAttributeSlot(n))
       out.push_back(fmt::format("{} '{}' is only in the second model.",
                                 tb->getAttribute(i)->is_module() ? "Module" : "Attribute", name_of(n)));
   for (size_t i = 0; i < ta->numAttributes(); ++i) {
     auto& n = ta->getAttributeName(i);
+    if (hidden(n)) continue;
     auto slot = tb->findAttributeSlot(n);
     if (!slot) {
       out.push_back(fmt::format("{} '{}' is only in the first model.",

@@ -1,0 +1,594 @@
+#include "rewriter/plan.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/util/Logging.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "ops/recompute.h"
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/memory.h"
+#include "rewriter/milp.h"
+
+namespace tsmem {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using torch::jit::Module;
+
+constexpr double kMiB = 1024.0 * 1024.0;
+
+// Live bytes in the slots between marks.
+struct Slot {
+  int at;  // values that there were in forward when the node was made whose backward begins the slot
+  bool backward;
+  int64_t peak;
+};
+
+struct Measured {
+  std::vector<Slot> slots;
+  int64_t peak = 0, kept = 0;
+  double seconds = 0;
+};
+
+class Meter : public c10::MemoryReportingInfoBase {
+ public:
+  explicit Meter(c10::DeviceType device) : device_(device) {}
+  bool memoryProfilingEnabled() const override { return true; }
+  void reportMemoryUsage(void* ptr, int64_t bytes, size_t, size_t, c10::Device device) override {
+    if (device.type() != device_ || bytes == 0) return;
+    std::lock_guard lock(mutex_);
+    if (paused || done) return;
+    if (bytes > 0)
+      live_[ptr] = bytes;
+    else
+      live_.erase(ptr);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+  }
+  void mark(int at, bool backward) {
+    std::lock_guard lock(mutex_);
+    if (done) return;
+    if (!slots.empty()) slots.back().peak = peak_;
+    slots.push_back({at, backward, 0});
+    highest = std::max(highest, peak_);
+    peak_ = now_;
+  }
+  void finish() {
+    mark(0, true);
+    slots.pop_back();
+    done = true;
+  }
+  // Of live blocks, without those at `exclude`.
+  int64_t live(const std::set<const void*>& exclude) {
+    std::lock_guard lock(mutex_);
+    int64_t sum = 0;
+    for (const auto& [ptr, bytes] : live_) sum += exclude.count(ptr) ? 0 : bytes;
+    return sum;
+  }
+
+  std::vector<Slot> slots;
+  int64_t highest = 0;
+  bool paused = false, done = false;
+
+ private:
+  const c10::DeviceType device_;
+  std::mutex mutex_;
+  int64_t now_ = 0, peak_ = 0;
+  std::map<const void*, int64_t> live_;
+};
+
+class MeteredStep : public StepObserver {
+ public:
+  MeteredStep(c10::DeviceType device, Journal& journal, std::function<void()> at_forward_end)
+      : meter(std::make_shared<Meter>(device)), journal_(journal), at_forward_end_(std::move(at_forward_end)) {
+    journal_.mark = [m = meter](int at, bool backward) { m->mark(at, backward); };
+  }
+  ~MeteredStep() override { stop(); }
+  void started() override {
+    // LibTorch's reporter would log each block that was there before and is freed now.
+    log_level_ = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
+    debug_.emplace(c10::DebugInfoKind::PROFILER_STATE, meter);
+    meter->mark(0, false);
+    set_journal(&journal_);
+  }
+  void forward_done(const c10::IValue& output) override {
+    std::set<const void*> exclude;
+    for (const auto& t : all_tensors(output))
+      if (t.has_storage()) exclude.insert(t.storage().data());
+    kept = meter->live(exclude);
+    journal_.closed = true;
+    meter->mark(static_cast<int>(journal_.values.size()), true);
+    if (at_forward_end_) at_forward_end_();
+  }
+  void pause(bool on) override { meter->paused = on; }
+  void backward_done() override {
+    meter->finish();
+    stop();
+  }
+
+  std::shared_ptr<Meter> meter;
+  int64_t kept = 0;
+
+ private:
+  void stop() {
+    set_journal(nullptr);
+    debug_.reset();
+    if (log_level_) FLAGS_caffe2_log_level = *log_level_;
+    log_level_.reset();
+  }
+  Journal& journal_;
+  std::function<void()> at_forward_end_;
+  std::optional<c10::DebugInfoGuard> debug_;
+  std::optional<int> log_level_;
+};
+
+// A value of forward, as the program sees it.
+struct Value {
+  int site = -1;  // -1: none; always made again
+  bool fixed = false;  // somebody else holds it: nothing to choose
+  int64_t bytes = 0;
+  bool dear = false;
+  double seconds = 0, flops = 0;
+  std::vector<int> operands, users;  // other values
+  std::vector<int> direct;           // slots whose backward reads it, ascending
+  int end = 0;                       // it is gone from this slot on
+  int last_forward = 0;              // the last value that is computed from it
+};
+
+}  // namespace
+
+void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& again) {
+  for (size_t s = 0; s < sites.size(); ++s) {
+    Module m = module;
+    const std::string& path = sites[s].module;
+    for (size_t from = 0; from < path.size();) {
+      const size_t dot = std::min(path.find('.', from), path.size());
+      m = m.attr(path.substr(from, dot - from)).toModule();
+      from = dot + 1;
+    }
+    m.setattr(sites[s].attribute, static_cast<int64_t>(again[s]));
+  }
+}
+
+struct Planner::Impl {
+  Module module;
+  std::vector<Site> sites;
+  PlanOptions options;
+  std::vector<Module> owners;  // of each site
+  std::unique_ptr<TrainingStep> step;
+
+  std::vector<Value> values;
+  std::vector<bool> used;                        // sites that there is something to choose for
+  std::vector<double> site_seconds, site_flops;  // that making it again adds
+  Measured base;
+  std::vector<bool> base_again;
+  size_t first_backward = 0;  // slot
+  double base_seconds = 0;
+  struct Tried {
+    std::vector<bool> again;
+    Measured measured;
+    double seconds;  // predicted
+  };
+  std::vector<Tried> tried;
+  std::vector<int64_t> correction;  // of each slot: what the program missed
+  double solving = 0;
+  size_t solves = 0;
+
+  void say(const std::string& text) const {
+    if (options.progress) options.progress(text);
+  }
+
+  // In probes the magnitude tells the site, the sign whether it is made again.
+  void write(const std::vector<bool>& again) {
+    for (size_t s = 0; s < sites.size(); ++s)
+      owners[s].setattr(sites[s].attribute, (again[s] ? 1 : -1) * (static_cast<int64_t>(s) + 2));
+  }
+
+  Measured measure(const std::vector<bool>& again, Journal& journal, const std::function<void()>& at_forward_end = {}) {
+    write(again);
+    MeteredStep metered(c10::Device(options.device).type(), journal, at_forward_end);
+    step->run(metered);
+    Measured m;
+    m.slots = metered.meter->slots;
+    m.peak = metered.meter->highest;
+    m.kept = metered.kept;
+    m.seconds = step->forward_seconds + step->backward_seconds;
+    return m;
+  }
+
+  void set_up();
+  double predicted_seconds(const std::vector<bool>& again) const;
+  std::vector<double> predicted_slots(const std::vector<bool>& again) const;
+  const Tried& try_choice(const std::vector<bool>& again);
+  std::optional<std::vector<bool>> choose(std::optional<double> budget, double* gap);
+  PlanPoint point(const Tried& t, int64_t budget, double gap) const;
+  const Tried* best(int64_t budget) const;
+};
+
+// Runs the steps that the program is made from.
+void Planner::Impl::set_up() {
+  const size_t n = sites.size();
+  base_again.resize(n);
+  std::vector<bool> all(n, true);
+  for (size_t s = 0; s < n; ++s) base_again[s] = !sites[s].dear;
+  write(base_again);
+  for (int i = 0; i < 2; ++i) {
+    say(fmt::format("planning: warm-up step {} of 2", i + 1));
+    step->run();
+  }
+  say("planning: which outputs can be made again");
+  std::vector<bool> held;
+  Journal journal;
+  measure(all, journal, [&] {
+    for (const auto& v : journal.values) held.push_back(!v.storage.expired());
+  });
+  say("planning: seconds of every operator");
+  Journal timed;
+  timed.timed = true;
+  measure(base_again, timed);
+  say("planning: memory of a step");
+  Journal plain;
+  std::vector<bool> held_in_base;
+  base = measure(base_again, plain, [&] {
+    for (const auto& v : plain.values) held_in_base.push_back(!v.storage.expired());
+  });
+  std::vector<double> seconds{base.seconds};
+  for (int i = 0; i < 4; ++i) {
+    say(fmt::format("planning: timing step {} of 4", i + 1));
+    step->run();
+    seconds.push_back(step->forward_seconds + step->backward_seconds);
+    if (seconds.back() > 20) break;
+  }
+  std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
+  base_seconds = seconds[seconds.size() / 2];
+
+  for (first_backward = 0; first_backward < base.slots.size() && !base.slots[first_backward].backward;)
+    ++first_backward;
+  const size_t slots = base.slots.size();
+  std::multimap<int, int> slots_at;
+  for (size_t t = first_backward + 1; t < slots; ++t) slots_at.emplace(base.slots[t].at, static_cast<int>(t));
+
+  used.assign(n, false);
+  site_seconds.assign(n, 0);
+  site_flops.assign(n, 0);
+  // The three runs see the same values, other than where forward depends on numbers.
+  const bool same = timed.values.size() == plain.values.size() && journal.values.size() == plain.values.size();
+  values.resize(plain.values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    const Journal::Value& j = plain.values[i];
+    Value& v = values[i];
+    v.site = std::abs(j.recompute) >= 2 ? static_cast<int>(std::abs(j.recompute)) - 2 : -1;
+    v.bytes = j.bytes;
+    v.dear = j.flops > 0;
+    v.flops = j.flops;
+    v.operands = j.operands;
+    v.seconds = same ? timed.values[i].seconds : 0;
+    v.fixed = !same || (v.dear ? held[i] : held_in_base[i]);
+    v.last_forward = static_cast<int>(i);
+    for (int o : v.operands) {
+      values[o].users.push_back(static_cast<int>(i));
+      values[o].last_forward = static_cast<int>(i);
+    }
+  }
+  for (const Journal::Use& u : plain.uses) {
+    Value& v = values[u.value];
+    v.last_forward = std::max(v.last_forward, std::min<int>(u.at, static_cast<int>(values.size()) - 1));
+    for (auto [it, last] = slots_at.equal_range(u.at); it != last; ++it) v.direct.push_back(it->second);
+  }
+  // Who needs what at the latest; users come after their operands.
+  std::vector<int> last_need(values.size(), -1);
+  std::vector<size_t> makes(values.size());
+  for (size_t i = values.size(); i-- > 0;) {
+    Value& v = values[i];
+    std::sort(v.direct.begin(), v.direct.end());
+    v.direct.erase(std::unique(v.direct.begin(), v.direct.end()), v.direct.end());
+    makes[i] += v.direct.size();
+    if (!v.direct.empty()) last_need[i] = std::max(last_need[i], v.direct.back());
+    for (int o : v.operands) {
+      if (!v.dear) makes[o] += makes[i];
+      if (!v.dear && !v.fixed) last_need[o] = std::max(last_need[o], last_need[i]);
+    }
+    v.end = last_need[i] + 1;
+    // A dear one stays until its own backward.
+    if (auto own = slots_at.find(static_cast<int>(i)); v.dear && own != slots_at.end()) v.end = own->second;
+  }
+  std::vector<double> chain(values.size());  // seconds to make a cheap value from dear ones
+  for (size_t i = 0; i < values.size(); ++i) {
+    Value& v = values[i];
+    double operands = 0;
+    for (int o : v.operands)
+      if (!values[o].dear && !values[o].fixed) operands += chain[o];
+    if (!v.dear) chain[i] = v.seconds + operands;
+    if (v.fixed || v.site < 0) continue;
+    used[v.site] = true;
+    site_seconds[v.site] += v.dear ? v.seconds + operands : v.seconds * static_cast<double>(makes[i]);
+    site_flops[v.site] += v.dear ? v.flops : static_cast<double>(v.bytes / 4 * static_cast<int64_t>(makes[i]));
+  }
+  if (getenv("TSMEM_DEBUG")) fmt::print(stderr, "sites {} values {} slots {} first {} same {} held {}\n", n, values.size(), slots, first_backward, same, held.size());
+  correction.assign(slots, 0);
+  tried.push_back({base_again, base, base_seconds});
+}
+
+double Planner::Impl::predicted_seconds(const std::vector<bool>& again) const {
+  double t = base_seconds;
+  for (size_t s = 0; s < sites.size(); ++s)
+    if (used[s]) t += site_seconds[s] * (static_cast<int>(again[s]) - static_cast<int>(base_again[s]));
+  return t;
+}
+
+namespace {
+
+// need[v][t]: the backward of slot `first + t` reads v, or something that is made from it. `again`: the choice; empty:
+// whatever is chosen.
+std::vector<std::vector<char>> needs(const std::vector<Value>& values, size_t first, size_t slots,
+                                     const std::vector<bool>& again) {
+  const size_t backward = slots - first;
+  std::vector<std::vector<char>> need(values.size(), std::vector<char>(backward));
+  for (size_t i = values.size(); i-- > 0;) {
+    const Value& v = values[i];
+    auto& own = need[i];
+    for (int t : v.direct) own[t - first] = 1;
+    // What was made once stays until it is not needed any more.
+    if (v.dear)
+      for (size_t t = 1; t < backward && first + t < static_cast<size_t>(v.end); ++t) own[t] |= own[t - 1];
+    const bool made = !v.fixed && (v.site < 0 || again.empty() || again[v.site]);
+    if (!made) continue;
+    for (int o : v.operands)
+      for (size_t t = 0; t < backward; ++t) need[o][t] |= own[t];
+  }
+  return need;
+}
+
+}  // namespace
+
+std::vector<double> Planner::Impl::predicted_slots(const std::vector<bool>& again) const {
+  const size_t slots = base.slots.size();
+  const auto need = needs(values, first_backward, slots, again);
+  std::vector<double> live;
+  for (size_t t = 0; t < slots; ++t) live.push_back(static_cast<double>(base.slots[t].peak + correction[t]));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const Value& v = values[i];
+    if (v.fixed || v.site < 0) continue;
+    const auto bytes = static_cast<double>(v.bytes);
+    if (v.dear && again[v.site]) {
+      for (size_t t = 0; t < first_backward; ++t)
+        if (base.slots[t].at > v.last_forward) live[t] -= bytes;
+      for (size_t t = first_backward; t < slots && t < static_cast<size_t>(v.end); ++t)
+        if (!need[i][t - first_backward]) live[t] -= bytes;
+    } else if (!v.dear && !again[v.site]) {
+      for (size_t t = 0; t < slots && t < static_cast<size_t>(v.end); ++t)
+        if (t >= first_backward || base.slots[t].at > v.last_forward) live[t] += bytes;
+    }
+  }
+  return live;
+}
+
+// Solves the program: the fastest choice for a budget, or without one the choice with the smallest peak.
+std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> budget, double* gap) {
+  const size_t slots = base.slots.size(), n = sites.size();
+  Milp p;
+  std::vector<int> x(n, -1);
+  for (size_t s = 0; s < n; ++s)
+    if (used[s]) x[s] = p.add(0, 1, budget ? site_seconds[s] : 1e-3 * site_seconds[s], true);
+  const int peak = budget ? -1 : p.add(0, 1e15, 1, false);
+  std::vector<std::vector<std::pair<int, double>>> live(slots);  // terms of each slot's bytes, in MiB
+  std::vector<double> constant(slots);
+  for (size_t t = 0; t < slots; ++t)
+    constant[t] = static_cast<double>(base.slots[t].peak + correction[t]) / kMiB;
+  const auto need = needs(values, first_backward, slots, {});
+  // The column that says that a value must be there in a slot. -1: it must, whatever is chosen.
+  std::vector<std::map<size_t, int>> there(values.size());
+  for (size_t i = values.size(); i-- > 0;) {
+    const Value& v = values[i];
+    const double mib = static_cast<double>(v.bytes) / kMiB;
+    const bool choice = !v.fixed && v.site >= 0;
+    const size_t sure = v.direct.empty() ? slots : static_cast<size_t>(v.direct.front());
+    for (size_t t = first_backward; t < slots; ++t) {
+      if (!need[i][t - first_backward] || v.fixed) continue;
+      if (v.dear ? t >= sure : std::binary_search(v.direct.begin(), v.direct.end(), static_cast<int>(t)))
+        there[i][t] = -1;
+      else
+        there[i][t] = p.add(0, 1, 0, false);
+    }
+    for (auto it = there[i].begin(); it != there[i].end(); ++it) {
+      if (it->second < 0) continue;
+      // Once made, a dear one stays; and a kept one is there.
+      if (v.dear && it != there[i].begin())
+        if (int before = std::prev(it)->second; before >= 0) p.rows.push_back({{{before, 1}, {it->second, -1}}, 0});
+      if (v.dear && choice) p.rows.push_back({{{x[v.site], -1}, {it->second, -1}}, -1});
+      for (int w : v.users) {
+        const Value& user = values[w];
+        auto needed = there[w].find(it->first);
+        if (user.fixed || needed == there[w].end()) continue;
+        // there(user) + again(user) - 1 <= there(v)
+        Milp::Row row{{{it->second, -1}}, 0};
+        if (needed->second >= 0)
+          row.entries.emplace_back(needed->second, 1);
+        else
+          row.limit -= 1;
+        if (user.site >= 0) {
+          row.entries.emplace_back(x[user.site], 1);
+          row.limit += 1;
+        }
+        p.rows.push_back(std::move(row));
+      }
+    }
+    if (!choice) continue;
+    for (size_t t = 0; t < slots && t < static_cast<size_t>(v.end); ++t) {
+      const bool forward = t < first_backward;
+      if (forward && base.slots[t].at <= v.last_forward) continue;
+      if (!v.dear) {
+        constant[t] += mib;
+        live[t].emplace_back(x[v.site], -mib);
+      } else if (auto it = there[i].find(t); forward || it == there[i].end()) {
+        live[t].emplace_back(x[v.site], -mib);
+      } else if (it->second >= 0) {
+        constant[t] -= mib;
+        live[t].emplace_back(it->second, mib);
+      }
+    }
+  }
+  for (size_t t = 0; t < slots; ++t) {
+    std::map<int, double> sum;
+    for (const auto& [column, coefficient] : live[t]) sum[column] += coefficient;
+    if (!budget) sum[peak] -= 1;
+    p.rows.push_back({{sum.begin(), sum.end()}, (budget ? *budget / kMiB : 0) - constant[t]});
+  }
+  const auto start = Clock::now();
+  std::vector<double> first;
+  if (budget) {
+    if (const Tried* t = best(static_cast<int64_t>(*budget))) {
+      first.resize(p.columns.size());
+      for (size_t i = 0; i < n; ++i)
+        if (x[i] >= 0) first[x[i]] = t->again[i];
+    }
+  }
+  const double most = static_cast<double>(base.peak) / kMiB;
+  const MilpSolution s =
+      solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
+  solving += std::chrono::duration<double>(Clock::now() - start).count();
+  ++solves;
+  if (!s.found) return std::nullopt;
+  if (gap) *gap = s.gap / base_seconds;
+  if (getenv("TSMEM_DEBUG")) fmt::print(stderr, "columns {} rows {} solve {:.2f} gap {:.4f}\n", p.columns.size(), p.rows.size(), std::chrono::duration<double>(Clock::now() - start).count(), s.gap / base_seconds);
+  std::vector<bool> again = base_again;
+  for (size_t i = 0; i < n; ++i)
+    if (x[i] >= 0) again[i] = s.values[x[i]] > 0.5;
+  return again;
+}
+
+const Planner::Impl::Tried& Planner::Impl::try_choice(const std::vector<bool>& again) {
+  for (const Tried& t : tried)
+    if (t.again == again) return t;
+  say(fmt::format("planning: measuring plan {}", tried.size()));
+  Journal journal;
+  Measured m = measure(again, journal);
+  if (m.slots.size() == base.slots.size()) {
+    const auto thought = predicted_slots(again);
+    for (size_t t = 0; t < m.slots.size(); ++t)
+      correction[t] += m.slots[t].peak - static_cast<int64_t>(thought[t]);
+  }
+  tried.push_back({again, std::move(m), predicted_seconds(again)});
+  return tried.back();
+}
+
+const Planner::Impl::Tried* Planner::Impl::best(int64_t budget) const {
+  const Tried* found = nullptr;
+  for (const Tried& t : tried)
+    if (t.measured.peak <= budget && (!found || t.seconds < found->seconds)) found = &t;
+  return found;
+}
+
+PlanPoint Planner::Impl::point(const Tried& t, int64_t budget, double gap) const {
+  PlanPoint p;
+  p.budget = budget;
+  p.predicted_peak_bytes = t.measured.peak;
+  p.predicted_seconds = t.seconds;
+  p.kept_bytes = t.measured.kept;
+  for (size_t s = 0; s < sites.size(); ++s)
+    if (used[s] && t.again[s]) p.recomputed_flops += site_flops[s];
+  p.again = t.again;
+  p.gap = gap;
+  return p;
+}
+
+Planner::Planner(Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
+                 const PlanOptions& options)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->module = module;
+  impl_->sites = std::move(sites);
+  impl_->options = options;
+  for (const Site& s : impl_->sites) {
+    Module m = module;
+    for (size_t from = 0; from < s.module.size();) {
+      const size_t dot = std::min(s.module.find('.', from), s.module.size());
+      m = m.attr(s.module.substr(from, dot - from)).toModule();
+      from = dot + 1;
+    }
+    impl_->owners.push_back(m);
+  }
+  ProfileOptions run;
+  run.method = options.method;
+  run.device = options.device;
+  run.seed = options.seed;
+  run.train = options.train;
+  impl_->step = std::make_unique<TrainingStep>(module, inputs, run);
+  impl_->set_up();
+}
+
+Planner::~Planner() = default;
+
+PlanPoint Planner::smallest() {
+  const auto show = [&](const Impl::Tried& t) {
+    if (!getenv("TSMEM_DEBUG")) return;
+    for (size_t i = 0; i < impl_->values.size(); ++i) {
+      auto& v = impl_->values[i];
+      fmt::print(stderr, "value {} {} {} {:.1f} MiB fixed {} again {} direct {} end {}\n", i, v.site >= 0 ? impl_->sites[v.site].module : "-", v.site >= 0 ? impl_->sites[v.site].op : "-", v.bytes / kMiB, v.fixed, v.site >= 0 ? int(t.again[v.site]) : 1, fmt::join(v.direct, ","), v.end);
+    }
+    for (size_t k = 0; k < t.measured.slots.size(); ++k) fmt::print(stderr, "slot {} at {} {} {:.1f}\n", k, t.measured.slots[k].at, t.measured.slots[k].backward, t.measured.slots[k].peak / kMiB);
+  };
+  for (int i = 0; i < 4; ++i) {
+    impl_->say("planning: the smallest budget");
+    const auto choice = impl_->choose(std::nullopt, nullptr);
+    if (!choice) break;
+    const size_t before = impl_->tried.size();
+    impl_->try_choice(*choice);
+    if (impl_->tried.size() == before) break;
+  }
+  const Impl::Tried* least = nullptr;
+  for (const auto& t : impl_->tried)
+    if (!least || t.measured.peak < least->measured.peak) least = &t;
+  show(*least);
+  return impl_->point(*least, least->measured.peak, 0);
+}
+
+PlanPoint Planner::plan(int64_t budget) {
+  double margin = 0, gap = 0;
+  for (int i = 0; i < 8; ++i) {
+    impl_->say("planning: solving");
+    const auto choice = impl_->choose(static_cast<double>(budget) - margin, &gap);
+    if (!choice) break;
+    const size_t before = impl_->tried.size();
+    const auto& t = impl_->try_choice(*choice);
+    const auto over = static_cast<double>(t.measured.peak - budget);
+    if (over <= 0) break;
+    // The same choice again: the corrections did not tell.
+    if (impl_->tried.size() == before) margin += over;
+  }
+  if (const auto* t = impl_->best(budget)) return impl_->point(*t, budget, gap);
+  const PlanPoint least = smallest();
+  if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
+  throw Error(kBudget, fmt::format("No plan was found whose peak is at most {:.1f} MiB; the smallest possible budget is "
+                                   "{:.1f} MiB ({} bytes).",
+                                   static_cast<double>(budget) / kMiB,
+                                   std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
+                                   least.predicted_peak_bytes));
+}
+
+std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
+  std::vector<int64_t> budgets;
+  const int64_t least = smallest().predicted_peak_bytes;
+  for (int i = 0; i < count; ++i)
+    budgets.push_back(count == 1 ? least : least + (std::max(largest, least) - least) * i / (count - 1));
+  // A plan that was found for one budget serves all larger ones, so all are made before any is chosen.
+  std::map<int64_t, double> gaps;
+  for (int64_t b : budgets) gaps[b] = plan(b).gap;
+  std::vector<PlanPoint> points;
+  for (int64_t b : budgets) points.push_back(impl_->point(*impl_->best(b), b, gaps[b]));
+  return points;
+}
+
+double Planner::solve_seconds() const { return impl_->solving; }
+size_t Planner::solves() const { return impl_->solves; }
+
+}  // namespace tsmem

@@ -1,0 +1,72 @@
+// Choosing what backward makes again, so that a training step's peak fits a budget and takes as little time as possible.
+//
+// The module is rewritten at Level::plan: each output that backward could make again has an attribute that says whether
+// it does. A step is measured once with everything cheap made again and everything dear (convolutions, linear layers)
+// kept: live bytes at the backward of every node, the seconds that it takes to make each value, and who needs which
+// value when. From these a mixed-integer program chooses; a step under that choice is measured, and where it needs more
+// than the program thought, the program learns so and chooses again. What is given out was measured.
+#pragma once
+#include <torch/csrc/jit/api/module.h>
+#include <nlohmann/json_fwd.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "rewriter/rewrite.h"
+
+namespace tsmem {
+
+struct PlanOptions {
+  std::string method = "forward", device = "cpu";
+  uint64_t seed = 0;
+  bool train = true;
+  bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
+  double solve_seconds = 5, gap = 0.003;  // of one solve: time limit; how far from the best it may end, of a step's seconds
+  std::function<void(const std::string&)> progress;  // is told what runs now
+};
+
+// What a training step needs under one choice.
+struct PlanPoint {
+  int64_t budget = 0;                 // bytes; what was asked for
+  int64_t predicted_peak_bytes = 0;   // as Profile::peak_bytes
+  double predicted_seconds = 0;       // a step, forward and backward
+  int64_t kept_bytes = 0;             // live at the end of forward, without outputs
+  double recomputed_flops = 0;        // that backward adds
+  std::vector<bool> again;            // for every site: made again
+  double gap = 0;                     // the choice is at most this fraction of a step slower than the program's best
+};
+
+class Planner {
+ public:
+  // `module` was rewritten at Level::plan and has `sites`. Runs warm-up and measured steps.
+  // Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or device.
+  Planner(torch::jit::Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
+          const PlanOptions& options);
+  ~Planner();
+
+  // The fastest choice whose peak is at most `budget` bytes. Throws Error(kBudget) with the smallest possible peak
+  // where there is none.
+  PlanPoint plan(int64_t budget);
+
+  // The choice with the smallest peak that was found.
+  PlanPoint smallest();
+
+  // `count` points from the smallest budget to `largest`, none with a higher peak than its budget, none slower than one
+  // with a smaller budget.
+  std::vector<PlanPoint> front(int64_t largest, int count);
+
+  double solve_seconds() const;  // spent in the solver so far
+  size_t solves() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Writes a choice into the attributes of its sites.
+void set_choice(const torch::jit::Module& module, const std::vector<Site>& sites, const std::vector<bool>& again);
+
+}  // namespace tsmem
