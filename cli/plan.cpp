@@ -33,7 +33,8 @@ void check_files(const Options& o) {
   if (o.plot.empty()) return;
   if (o.plot == o.run.json) throw Error(kUsage, "--plot and --json name the same file.");
   if (!o.plot.starts_with("/dev/")) check_output(o.plot, /*force=*/true);
-  if (same_file(o.plot, o.model)) throw Error(kUsage, "'" + o.plot + "' would replace a model that this command reads.");
+  if (same_file(o.plot, o.model))
+    throw Error(kUsage, "'" + o.plot + "' would replace a model that this command reads.");
 }
 
 int run(const Options& o, const Common& common) {
@@ -51,7 +52,8 @@ int run(const Options& o, const Common& common) {
   RewriteOptions rewriting;
   rewriting.amp = o.amp;
   Planned planned(o.model, file.module, rewriting, inputs, options);
-  const auto points = planned.planner->front(planned.original.peak_bytes, o.points);
+  const auto& original = planned.planner->original();
+  const auto points = planned.planner->front(original.peak_bytes, o.points);
   progress.clear();
   if (!o.run.json.empty()) write_json(front_json(planned, points), o.run.json, {o.model});
   if (!o.plot.empty()) {
@@ -63,15 +65,15 @@ int run(const Options& o, const Common& common) {
   std::vector<std::vector<std::string>> rows = {
       {"budget", "peak", "of original", "kept", "step", "of original", "run again, GFLOP"}};
   for (const PlanPoint& p : points)
-    rows.push_back({bytes_text(p.budget), bytes_text(p.predicted_peak_bytes),
-                    ratio(static_cast<double>(p.predicted_peak_bytes), static_cast<double>(planned.original.peak_bytes)),
-                    bytes_text(p.kept_bytes), seconds_text(p.predicted_seconds),
-                    ratio(p.predicted_seconds, planned.original.seconds),
-                    fmt::format("{:.2f}", p.recomputed_flops / 1e9)});
+    rows.push_back(
+        {bytes_text(p.budget), bytes_text(p.predicted_peak_bytes),
+         ratio(static_cast<double>(p.predicted_peak_bytes), static_cast<double>(original.peak_bytes)),
+         bytes_text(p.kept_bytes), seconds_text(p.predicted_seconds),
+         ratio(p.predicted_seconds, original.seconds), fmt::format("{:.2f}", p.recomputed_flops / 1e9)});
   for (size_t c = 0; c < rows[0].size(); ++c) align_right(rows, c);
   print(table(rows));
   print(fmt::format("\nThe original: peak {}, step {}. The smallest budget is {}. {} solved {} in {}.\n",
-                    bytes_text(planned.original.peak_bytes), seconds_text(planned.original.seconds),
+                    bytes_text(original.peak_bytes), seconds_text(original.seconds),
                     bytes_text(points.front().predicted_peak_bytes), solver_name(),
                     counted(planned.planner->solves(), "program"), seconds_text(planned.planner->solve_seconds())));
   return kOk;

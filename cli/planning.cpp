@@ -34,29 +34,29 @@ PlanOptions PlanLimits::options(const Common& common, const Progress& progress) 
 
 Planned::Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
                  const std::vector<c10::IValue>& inputs, const PlanOptions& options) {
-  ProfileOptions run;
-  run.method = options.method;
-  run.device = options.device;
-  run.seed = options.seed;
-  run.train = options.train;
-  run.progress = [&](const std::string& text) {
-    if (options.progress) options.progress("the original: " + text);
-  };
   // A module that has run can't be rewritten any more, so another copy of it runs.
-  auto stock = load_model(path, options.device).module;
-  restore(stock);
-  const Profile p = profile(stock, inputs, run);
-  original = {p.peak_bytes, p.saved_bytes, p.step_seconds};
+  auto original = load_model(path, options.device).module;
+  restore(original);
   rewriting.level = Level::plan;
   report = rewrite(module, rewriting);
-  planner = std::make_unique<Planner>(module, report.sites, inputs, options);
+  planner = std::make_unique<Planner>(original, module, report.sites, inputs, options);
 }
 
 int64_t parse_size(const std::string& text, const std::string& option, int64_t whole) {
-  static const std::map<std::string, double> units = {
-      {"", 1},        {"B", 1},       {"K", 1024.},    {"KiB", 1024.}, {"KB", 1e3},
-      {"M", 1 << 20}, {"MiB", 1 << 20}, {"MB", 1e6},   {"G", 1 << 30}, {"GiB", 1 << 30},
-      {"GB", 1e9},    {"T", 1024. * (1 << 30)}, {"TiB", 1024. * (1 << 30)}, {"TB", 1e12}};
+  static const std::map<std::string, double> units = {{"", 1},
+                                                      {"B", 1},
+                                                      {"K", 1024.},
+                                                      {"KiB", 1024.},
+                                                      {"KB", 1e3},
+                                                      {"M", 1 << 20},
+                                                      {"MiB", 1 << 20},
+                                                      {"MB", 1e6},
+                                                      {"G", 1 << 30},
+                                                      {"GiB", 1 << 30},
+                                                      {"GB", 1e9},
+                                                      {"T", 1024. * (1 << 30)},
+                                                      {"TiB", 1024. * (1 << 30)},
+                                                      {"TB", 1e12}};
   const auto wrong = [&] {
     return Error(kUsage, fmt::format("{} '{}' is no size: write 2GiB, 1500MiB, bytes{}.", option, text,
                                      whole > 0 ? ", or 40% of the original's" : ""));
@@ -95,9 +95,9 @@ json front_json(const Planned& planned, const std::vector<PlanPoint>& points) {
           {"solver", solver_name()},
           {"solve_seconds", planned.planner->solve_seconds()},
           {"original",
-           {{"peak_bytes", planned.original.peak_bytes},
-            {"saved_bytes", planned.original.saved_bytes},
-            {"step_seconds", planned.original.seconds}}}};
+           {{"peak_bytes", planned.planner->original().peak_bytes},
+            {"saved_bytes", planned.planner->original().kept_bytes},
+            {"step_seconds", planned.planner->original().seconds}}}};
 }
 
 std::string front_svg(const std::string&, const Planned&, const std::vector<PlanPoint>&) { return ""; }

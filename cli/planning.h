@@ -20,14 +20,10 @@ struct PlanLimits {
 
 // A model that is ready to be planned, beside what the original needs.
 struct Planned {
-  struct Original {
-    int64_t peak_bytes, saved_bytes;
-    double seconds;
-  } original;
   RewriteReport report;
   std::unique_ptr<Planner> planner;
 
-  // Measures the model at `path`, rewrites `module`, which was loaded from there, at Level::plan, and measures that.
+  // Loads the model at `path` to compare with, and rewrites `module`, which was loaded from there too, at Level::plan.
   // Throws what Planner does.
   Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
           const std::vector<c10::IValue>& inputs, const PlanOptions& options);

@@ -9,8 +9,10 @@
 
 #include "cli.h"
 #include "patterns/pattern.h"
+#include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
+#include "rewriter/milp.h"
 #include "rewriter/model_file.h"
 #include "rewriter/rewrite.h"
 #include "rewriter/text.h"
@@ -25,29 +27,38 @@ struct Options {
   std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
   std::vector<std::string> inputs;
   int optimizer_states = 0;
+  PlanLimits limits;
   RewriteOptions rewrite;
-  bool estimate = false, undo = false, explain = false, dry_run = false, force = false;
+  bool undo = false, explain = false, dry_run = false, force = false;
 };
 
-// Options of levels that are not there exist all the same, so that they can say what to use instead.
-void refuse_missing_levels(const Options& o, const CLI::App& app) {
-  auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
-  if (given("--level") && o.level == "ops")
-    for (auto name : {"--budget", "--checkpoint"})
-      if (given(name)) throw Error(kUsage, std::string("--level ops and ") + name + " exclude each other.");
-  std::string what;
-  if (o.level == "plan") what = "--level plan";
-  for (auto name : {"--budget", "--estimate", "--batch-sizes", "--fit", "--optimizer-states"})
-    if (what.empty() && given(name)) what = name;
-  if (!what.empty())
-    throw Error(kUsage, "This version of tsmem does not have " + what +
-                            "; leave it out, and the model is rewritten at --level regions.");
+// Sets the level to plan where another option implies it.
+void settle_level(Options& o, const CLI::App& app) {
+  const auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
+  if (given("--level") && o.level == "ops" && given("--checkpoint"))
+    throw Error(kUsage, "--level ops and --checkpoint exclude each other.");
+  for (auto name : {"--budget", "--fit", "--batch-sizes", "--estimate"}) {
+    if (!given(name)) continue;
+    if (given("--level") && o.level != "plan")
+      throw Error(kUsage, fmt::format("--level {} and {} exclude each other.", o.level, name));
+    o.level = "plan";
+  }
+  for (auto name : {"--optimizer-states", "--solve-seconds"})
+    if (given(name) && o.level != "plan")
+      throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
+  if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
+    throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
+  if (o.level != "plan") return;
+  if (!given("--budget") && !given("--fit"))
+    throw Error(kUsage, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
+  if (!given("--input") && !given("--inputs"))
+    throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
 }
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
   if (!o.undo) return;
-  for (auto name :
-       {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain", "--amp"})
+  for (auto name : {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain",
+                    "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
     if (app.get_option(name)->count() > 0)
       throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
 }
@@ -88,7 +99,7 @@ json regions_json(const RewriteReport& report) {
   return regions;
 }
 
-json report_json(const Options& o, const RewriteReport& report) {
+json report_json(const Options& o, const RewriteReport& report, const json& predicted) {
   json refused = json::array();
   for (auto& r : report.refused)
     refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
@@ -99,7 +110,7 @@ json report_json(const Options& o, const RewriteReport& report) {
           {"matches", matches_json(report)},
           {"refused", refused},
           {"regions", regions_json(report)},
-          {"predicted", nullptr}};
+          {"predicted", predicted}};
 }
 
 // "before: a, b; after: a (in some cases: c)" -> "a"; 'tsmem patterns' has the whole.
@@ -181,9 +192,53 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
+// Rewrites file.module by a plan, and says in `predicted` what it needs.
+RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file, json& predicted) {
+  const auto method = o.rewrite.method.empty() ? std::string("forward") : o.rewrite.method;
+  const Progress progress(common);
+  PlanOptions options = o.limits.options(common, progress);
+  options.method = method;
+  options.device = o.device;
+  const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.device);
+  parse_size(o.budget.empty() ? "1" : o.budget, "--budget", 1);  // before the work, not after it
+  Planned planned(o.model, file.module, o.rewrite, inputs, options);
+  Planner& planner = *planned.planner;
+  const auto& original = planner.original();
+  const PlanPoint point = o.budget.empty() ? planner.smallest()
+                                           : planner.plan(parse_size(o.budget, "--budget", original.peak_bytes));
+  json again = json::array();
+  for (size_t s = 0; s < planned.report.sites.size(); ++s)
+    if (const Site& site = planned.report.sites[s]; site.dear && point.again[s])
+      again.push_back({{"module", site.module}, {"op", site.op}});
+  predicted = {{"budget", point.budget},
+               {"peak_bytes", point.predicted_peak_bytes},
+               {"seconds", point.predicted_seconds},
+               {"kept_bytes", point.kept_bytes},
+               {"recomputed_flops", point.recomputed_flops},
+               {"run_again", again},
+               {"original_peak_bytes", original.peak_bytes},
+               {"original_seconds", original.seconds},
+               {"solver", solver_name()},
+               {"solve_seconds", planner.solve_seconds()},
+               {"gap", point.gap}};
+  planned.planner.reset();  // puts the module's state back
+  set_choice(file.module, planned.report.sites, point.again);
+  progress.clear();
+  return std::move(planned.report);
+}
+
+void print_plan(const json& p) {
+  const auto bytes = [&](const char* key) { return p[key].get<double>(); };
+  print(fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} run again in "
+                    "backward\n",
+                    bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
+                    bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
+                    counted(p["run_again"].size(), "convolution or linear layer")));
+}
+
 int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
-  refuse_missing_levels(o, app);
   refuse_conflicts(o, app);
+  settle_level(o, app);
   check_files(o);
   auto file = load_model(o.model);
   if (!o.rewrite.method.empty() && !file.module.find_method(o.rewrite.method)) {
@@ -198,6 +253,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
                  make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
 
   RewriteReport report;
+  json predicted;
   if (o.undo) {
     if (!restore(file.module))
       throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
@@ -205,12 +261,16 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   } else {
     o.rewrite.level = o.level == "ops" ? Level::ops : Level::regions;
     restore(file.module);  // a rewrite starts from the originals, a dry run too
-    report = rewrite(file.module, o.rewrite, o.dry_run);
+    if (o.level == "plan")
+      report = plan_file(o, common, file, predicted);
+    else
+      report = rewrite(file.module, o.rewrite, o.dry_run);
     json about = {{"tool", "tsmem"},
                   {"version", TSMEM_VERSION},
                   {"torch", TORCH_VERSION},
                   {"options", options_json(o)},
                   {"matches", matches_json(report)}};
+    if (!predicted.is_null()) about["plan"] = predicted;
     file.extra_files["tsmem.json"] = about.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
   }
   if (!o.dry_run) {
@@ -220,7 +280,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     pending.commit();
   }
 
-  if (!o.json_file.empty()) write_json(report_json(o, report), o.json_file, {o.model, o.output});
+  if (!o.json_file.empty()) write_json(report_json(o, report, predicted), o.json_file, {o.model, o.output});
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
     if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
@@ -231,6 +291,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.rewrite.amp.empty())
       print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                         o.rewrite.amp));
+    if (!predicted.is_null()) print_plan(predicted);
     if (report.traced_convolutions)
       print(
           fmt::format("{} traced convolutions stay in float32 on the CPU, as under torch.autocast: script the model "
@@ -267,7 +328,7 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option(
          "--level", o->level,
          "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
-         "convolution is. plan: not in this version")
+         "convolution is. plan: the fastest choice for --budget, convolutions and linear layers included")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")
@@ -292,16 +353,21 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_flag("--dry-run", o->dry_run, "Write nothing");
   app.add_flag("--force", o->force, "Replace an existing output");
   app.add_option("--json", o->json_file, "Write a report; '-' for standard output")->type_name("FILE");
-  const std::string later = "Not in this version";
-  app.add_option("--budget", o->budget, "Peak bytes of activations. " + later)->type_name("SIZE")->group(later);
-  app.add_flag("--estimate", o->estimate, "Plan from shapes. " + later)->group(later);
-  app.add_option("--batch-sizes", o->batch_sizes, "Plan for these batch sizes. " + later)
-      ->type_name("N,N,...")
-      ->group(later);
-  app.add_option("--fit", o->fit, "The largest batch that fits. " + later)->type_name("SIZE")->group(later);
-  app.add_option("--optimizer-states", o->optimizer_states, "Of the optimizer, for --fit. " + later)
+  app.add_option("--budget", o->budget,
+                 "Peak bytes of a training step with --input, such as 2GiB, or 40% of the original's; implies --level "
+                 "plan")
+      ->type_name("SIZE");
+  o->limits.add(app);
+  app.add_option("--batch-sizes", o->batch_sizes, "Also say what the plan needs at these batch sizes")
+      ->type_name("N,N,...");
+  app.add_option("--fit", o->fit,
+                 "Say the largest batch that trains in this much memory, weights, gradients and optimizer states "
+                 "included; without --budget for the plan with the smallest peak")
+      ->type_name("SIZE");
+  app.add_option("--optimizer-states", o->optimizer_states,
+                 "Tensors of a parameter's size that the optimizer holds for it, such as 2 for Adam (default 0)")
       ->type_name("N")
-      ->group(later);
+      ->check(CLI::NonNegativeNumber);
   app.footer("Example: tsmem rewrite model.pt -o model.mem.pt --input 8x3x224x224");
   return [o, &common, &app] { return rewrite_file(*o, common, app); };
 }

@@ -95,16 +95,17 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
     std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
                                    bn.momentum, bn.eps, act, stats, std::string(name), &used);
-    offer(out[0],
-          {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
-           value_or_undefined(other)},
-          [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
-            return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
-                              spare[5]   ? optional(from[5])
-                              : spare[0] ? optional(from[0])
-                                         : OptTensor());
-          },
-          recompute);
+    offer(
+        out[0],
+        {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
+         value_or_undefined(other)},
+        [act](std::vector<Tensor>& from, const std::vector<bool>& spare) {
+          return norm_apply(from[0], optional(from[1]), optional(from[2]), from[3], from[4], optional(from[5]), act,
+                            spare[5]   ? optional(from[5])
+                            : spare[0] ? optional(from[0])
+                                       : OptTensor());
+        },
+        recompute);
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);
@@ -160,10 +161,8 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor",
-        TORCH_FN(batch_norm_act));
-  m.def("batch_norm_act_stats(" TSMEM_BN
-        ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
+  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(batch_norm_act));
+  m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
   m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args, int recompute=0) -> Tensor",
         TORCH_FN(batch_norm_add_act));

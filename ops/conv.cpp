@@ -28,6 +28,59 @@ std::vector<int64_t> expand(IntArrayRef list, int64_t dims) {
   return list.size() == 1 ? std::vector<int64_t>(dims, list[0]) : list.vec();
 }
 
+// Into how many parts of the batch a large convolution is cut. oneDNN copies its operands and results into layouts of
+// its own: of a part at a time, these copies are small, and stay in memory that the allocator need not ask the system
+// for.
+int64_t parts_of(IntArrayRef input, int64_t out_numel, const Tensor& weight) {
+  // Bytes of a part: enough to do for every thread.
+  const int64_t least = std::max<int64_t>(8, at::get_num_threads()) << 20;
+  const auto numel = c10::multiply_integers(input);
+  const int64_t batch = input[0], bytes = (numel + out_numel) * static_cast<int64_t>(weight.element_size());
+  if (!weight.device().is_cpu() || bytes < 2 * least) return 1;
+  const auto per_weight =
+      bytes / std::max<int64_t>(1, 2 * weight.numel() * static_cast<int64_t>(weight.element_size()));
+  return std::max<int64_t>(1, std::min({bytes / least, per_weight, batch}));
+}
+
+// Not channels_last, whose layout oneDNN takes as it is.
+bool rows(const Tensor& t) { return t.suggest_memory_format() == at::MemoryFormat::Contiguous; }
+
+// f(first, count) for each part of the batch.
+template <class F>
+void for_parts(int64_t batch, int64_t parts, F f) {
+  const int64_t size = (batch + parts - 1) / parts;
+  for (int64_t first = 0; first < batch; first += size) f(first, std::min(size, batch - first));
+}
+
+// f(x) for each part of the batch of `input`, as one tensor.
+template <class F>
+Tensor by_parts(const Tensor& input, int64_t parts, F f) {
+  Tensor out;
+  for_parts(input.size(0), parts, [&](int64_t first, int64_t count) {
+    const Tensor part = f(input.narrow(0, first, count));
+    if (!out.defined()) {
+      auto sizes = part.sizes().vec();
+      sizes[0] = input.size(0);
+      out = at::empty(sizes, part.options());
+    }
+    out.narrow(0, first, count).copy_(part);
+  });
+  return out;
+}
+
+int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& args) {
+  const int64_t channels = args.transposed ? weight.size(1) * args.groups : weight.size(0);
+  int64_t numel = input.size(0) * channels;
+  for (int64_t d = 0; d < weight.dim() - 2; ++d) {
+    const int64_t in =
+        input.size(d + 2) + (args.pad_after.empty() ? 0 : args.pad_after[2 * (weight.dim() - 3 - d) + 1]);
+    const int64_t kernel = args.dilation[d] * (weight.size(d + 2) - 1);
+    numel *= args.transposed ? (in - 1) * args.stride[d] - 2 * args.padding[d] + kernel + args.output_padding[d] + 1
+                             : (in + 2 * args.padding[d] - kernel - 1) / args.stride[d] + 1;
+  }
+  return numel;
+}
+
 struct Conv : torch::autograd::Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const ConvArgs& args, const Forward& stock) {
@@ -50,7 +103,15 @@ struct Conv : torch::autograd::Function<Conv> {
     data["pad_after"] = args.pad_after;
     data["transposed"] = args.transposed;
     data["groups"] = args.groups;
-    return stock(input, weight, bias);
+    return forward_of(input, weight, bias, args, stock);
+  }
+
+  static Tensor forward_of(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
+                           const Forward& stock) {
+    const bool cut = rows(input) && rows(weight) && input.dim() >= 3;
+    const int64_t parts = cut ? parts_of(input.sizes(), out_numel(input, weight, args), weight) : 1;
+    if (parts <= 1) return stock(input, weight, bias);
+    return by_parts(input, parts, [&](const Tensor& x) { return stock(x, weight, bias); });
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -67,20 +128,42 @@ struct Conv : torch::autograd::Function<Conv> {
                                    has_bias && ctx->needs_input_grad(2)};
     // Of what is not kept, backward gets the sizes and strides: from them the backend picks its layout, as with the
     // tensor itself.
-    const auto shape = [&](const char* what) {
-      return shape_of(ints((std::string(what) + "_sizes").c_str()), ints((std::string(what) + "_strides").c_str()),
-                      grad.options());
-    };
-    const Tensor kept_weight = kept[1], weight = kept_weight.defined() ? kept_weight : shape("weight");
-    const auto run = [&](Tensor input, std::array<bool, 3> mask) {
-      if (!input.defined()) input = shape("input");
+    const auto kept_weight = kept[1];
+    const Tensor weight =
+        kept_weight.defined() ? kept_weight : shape_of(ints("weight_sizes"), ints("weight_strides"), grad.options());
+    auto sizes = ints("input_sizes");
+    const auto strides = ints("input_strides");
+    const auto run_part = [&](const Tensor& dy, Tensor input, std::array<bool, 3> mask) {
+      if (!input.defined()) {
+        sizes[0] = dy.size(0);
+        input = shape_of(sizes, strides, grad.options());
+      }
       if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
       auto [g, w, b] = at::convolution_backward(
-          grad, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(),
-          ints("stride"), ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"),
+          dy, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), ints("stride"),
+          ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"),
           data["groups"].toInt(), mask);
       if (mask[0] && !unpad.empty()) g = at::constant_pad_nd(g, unpad);
       return std::vector<Tensor>{mask[0] ? g : Tensor(), mask[1] ? w : Tensor(), mask[2] ? b : Tensor()};
+    };
+    // Differentiable as a whole only.
+    const bool cut = !at::GradMode::is_enabled() && rows(grad) && rows(weight) &&
+                     rows(shape_of(sizes, strides, grad.options()));
+    const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
+    const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
+      if (parts <= 1) return run_part(grad, input, mask);
+      std::vector<Tensor> sum(3);
+      for_parts(grad.size(0), parts, [&](int64_t first, int64_t count) {
+        const auto part =
+            run_part(grad.narrow(0, first, count), input.defined() ? input.narrow(0, first, count) : input, mask);
+        if (mask[0]) {
+          if (!sum[0].defined()) sum[0] = at::empty(ints("input_sizes"), part[0].options());
+          sum[0].narrow(0, first, count).copy_(part[0]);
+        }
+        for (int i : {1, 2})
+          if (mask[i]) sum[i] = sum[i].defined() ? sum[i].add_(part[i]) : part[i];
+      });
+      return sum;
     };
     std::vector<Tensor> g;
     if (!kept.made(0)) {
@@ -119,9 +202,13 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   offer(
       out, {input, weight, cast.defined() ? Tensor() : value_or_undefined(b)},
       [args, cast](std::vector<Tensor>& from, const std::vector<bool>&) {
-        const Tensor x = args.pad_after.empty() ? from[0] : at::constant_pad_nd(from[0], args.pad_after);
-        return at::convolution(x, from[1], optional(cast.defined() ? cast : from[2]), args.stride, args.padding,
-                               args.dilation, args.transposed, args.output_padding, args.groups);
+        return Conv::forward_of(from[0], from[1], optional(cast.defined() ? cast : from[2]), args,
+                                [&](const Tensor& part, const Tensor& w, const OptTensor& bias) {
+                                  const Tensor x =
+                                      args.pad_after.empty() ? part : at::constant_pad_nd(part, args.pad_after);
+                                  return at::convolution(x, w, bias, args.stride, args.padding, args.dilation,
+                                                         args.transposed, args.output_padding, args.groups);
+                                });
       },
       recompute, Pieces::no, flops);
   return batched ? out : out.squeeze(0);
@@ -231,7 +318,8 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& b
 
 Tensor convolution_deprecated(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                               IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-                              int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, int64_t recompute) {
+                              int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled,
+                              int64_t recompute) {
   return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark,
                      deterministic, cudnn_enabled, at::globalContext().allowTF32CuDNN(at::Float32Op::CONV), recompute);
 }

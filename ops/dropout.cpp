@@ -170,16 +170,15 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, int recompute=0) -> Tensor",
-                      random),
-        TORCH_FN(run_dropout));
+  m.def(
+      torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, int recompute=0) -> Tensor", random),
+      TORCH_FN(run_dropout));
   m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
         TORCH_FN(run<Kind::feature>));
   m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
         TORCH_FN(run<Kind::alpha>));
-  m.def(
-      torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
-      TORCH_FN(run<Kind::feature_alpha>));
+  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
+        TORCH_FN(run<Kind::feature_alpha>));
 }
 
 }  // namespace

@@ -57,7 +57,9 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
   const Tensor out = Linear::apply(input, weight, b);
   offer(
       out, {input, weight, value_or_undefined(b)},
-      [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::linear(from[0], from[1], optional(from[2])); },
+      [](std::vector<Tensor>& from, const std::vector<bool>&) {
+        return at::linear(from[0], from[1], optional(from[2]));
+      },
       recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1)));
   return out;
 }

@@ -30,15 +30,15 @@ enum class Pieces { no, yes };
 // ops of a model apart by its magnitude (Journal).
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
 // they are held while the output lives.
-// flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed, and
-// held until the op's own backward.
+// flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
+// and held until the op's own backward.
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
            Pieces pieces = Pieces::no, double flops = 0);
 
 // What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
 struct Journal {
   struct Value {
-    int64_t recompute;          // the op's argument
+    int64_t recompute;  // the op's argument
     int64_t bytes;
     double flops;               // not 0: dear
     double seconds = 0;         // to make it, where `timed`

@@ -142,7 +142,8 @@ void put(Graph& g, const View& copy, const Found& f, const RecomputeArgument& re
   if (!f.rule->sizes.empty()) {
     const Line line = parse_lines(f.rule->sizes).front();
     Value* inner = values.at(line.outputs[0]);
-    if (inner->uses().size() > 1) reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, recompute)->output());
+    if (inner->uses().size() > 1)
+      reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, recompute)->output());
   }
   for (auto& [name, v] : made) {
     auto old = f.values.find(name);

@@ -32,8 +32,8 @@ struct MilpSolution {
   double gap = 0;              // at most this much above the best possible cost
 };
 
-// The best solution within `seconds`, or sooner one whose cost is at most `gap` above the best possible. `start`: values
-// of the columns to begin with, of which the integer ones count; or empty.
+// The best solution within `seconds`, or sooner one whose cost is at most `gap` above the best possible. `start`:
+// values of the columns to begin with, of which the integer ones count; or empty.
 MilpSolution solve(const Milp& problem, double seconds, double gap, const std::vector<double>& start = {});
 
 // "Cbc 2.10.8"

@@ -27,6 +27,11 @@ using torch::jit::Module;
 
 constexpr double kMiB = 1024.0 * 1024.0;
 
+double median(std::vector<double> v) {
+  std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
+  return v[v.size() / 2];
+}
+
 // Live bytes in the slots between marks.
 struct Slot {
   int at;  // values that there were in forward when the node was made whose backward begins the slot
@@ -37,7 +42,6 @@ struct Slot {
 struct Measured {
   std::vector<Slot> slots;
   int64_t peak = 0, kept = 0;
-  double seconds = 0;
 };
 
 class Meter : public c10::MemoryReportingInfoBase {
@@ -134,7 +138,7 @@ class MeteredStep : public StepObserver {
 
 // A value of forward, as the program sees it.
 struct Value {
-  int site = -1;  // -1: none; always made again
+  int site = -1;       // -1: none; always made again
   bool fixed = false;  // somebody else holds it: nothing to choose
   int64_t bytes = 0;
   bool dear = false;
@@ -165,7 +169,8 @@ struct Planner::Impl {
   std::vector<Site> sites;
   PlanOptions options;
   std::vector<Module> owners;  // of each site
-  std::unique_ptr<TrainingStep> step;
+  std::unique_ptr<TrainingStep> step, original_step;
+  Original original{};
 
   std::vector<Value> values;
   std::vector<bool> used;                        // sites that there is something to choose for
@@ -196,13 +201,16 @@ struct Planner::Impl {
 
   Measured measure(const std::vector<bool>& again, Journal& journal, const std::function<void()>& at_forward_end = {}) {
     write(again);
+    return metered(*step, journal, at_forward_end);
+  }
+
+  Measured metered(TrainingStep& step, Journal& journal, const std::function<void()>& at_forward_end = {}) {
     MeteredStep metered(c10::Device(options.device).type(), journal, at_forward_end);
-    step->run(metered);
+    step.run(metered);
     Measured m;
     m.slots = metered.meter->slots;
     m.peak = metered.meter->highest;
     m.kept = metered.kept;
-    m.seconds = step->forward_seconds + step->backward_seconds;
     return m;
   }
 
@@ -224,6 +232,7 @@ void Planner::Impl::set_up() {
   write(base_again);
   for (int i = 0; i < 2; ++i) {
     say(fmt::format("planning: warm-up step {} of 2", i + 1));
+    original_step->run();
     step->run();
   }
   say("planning: which outputs can be made again");
@@ -242,15 +251,24 @@ void Planner::Impl::set_up() {
   base = measure(base_again, plain, [&] {
     for (const auto& v : plain.values) held_in_base.push_back(!v.storage.expired());
   });
-  std::vector<double> seconds{base.seconds};
-  for (int i = 0; i < 4; ++i) {
-    say(fmt::format("planning: timing step {} of 4", i + 1));
+  // In turns: what else the machine does then slows both.
+  std::vector<double> stock, ratios;
+  double spent = 0;
+  for (int i = 0; i < 9 && (i < 3 || spent < 6); ++i) {
+    say(fmt::format("planning: timing step {}", i + 1));
+    original_step->run();
     step->run();
-    seconds.push_back(step->forward_seconds + step->backward_seconds);
-    if (seconds.back() > 20) break;
+    stock.push_back(original_step->forward_seconds + original_step->backward_seconds);
+    const double ours = step->forward_seconds + step->backward_seconds;
+    ratios.push_back(ours / stock.back());
+    spent += stock.back() + ours;
   }
-  std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
-  base_seconds = seconds[seconds.size() / 2];
+  Journal none;
+  none.closed = true;
+  const Measured m = metered(*original_step, none);
+  original_step.reset();
+  original = {m.peak, m.kept, median(stock)};
+  base_seconds = median(ratios) * original.seconds;
 
   for (first_backward = 0; first_backward < base.slots.size() && !base.slots[first_backward].backward;)
     ++first_backward;
@@ -314,7 +332,9 @@ void Planner::Impl::set_up() {
     site_seconds[v.site] += v.dear ? v.seconds + operands : v.seconds * static_cast<double>(makes[i]);
     site_flops[v.site] += v.dear ? v.flops : static_cast<double>(v.bytes / 4 * static_cast<int64_t>(makes[i]));
   }
-  if (getenv("TSMEM_DEBUG")) fmt::print(stderr, "sites {} values {} slots {} first {} same {} held {}\n", n, values.size(), slots, first_backward, same, held.size());
+  if (getenv("TSMEM_DEBUG"))
+    fmt::print(stderr, "sites {} values {} slots {} first {} same {} held {}\n", n, values.size(), slots,
+               first_backward, same, held.size());
   correction.assign(slots, 0);
   tried.push_back({base_again, base, base_seconds});
 }
@@ -383,8 +403,7 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
   const int peak = budget ? -1 : p.add(0, 1e15, 1, false);
   std::vector<std::vector<std::pair<int, double>>> live(slots);  // terms of each slot's bytes, in MiB
   std::vector<double> constant(slots);
-  for (size_t t = 0; t < slots; ++t)
-    constant[t] = static_cast<double>(base.slots[t].peak + correction[t]) / kMiB;
+  for (size_t t = 0; t < slots; ++t) constant[t] = static_cast<double>(base.slots[t].peak + correction[t]) / kMiB;
   const auto need = needs(values, first_backward, slots, {});
   // The column that says that a value must be there in a slot. -1: it must, whatever is chosen.
   std::vector<std::map<size_t, int>> there(values.size());
@@ -454,13 +473,14 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
     }
   }
   const double most = static_cast<double>(base.peak) / kMiB;
-  const MilpSolution s =
-      solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
+  const MilpSolution s = solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
   solving += std::chrono::duration<double>(Clock::now() - start).count();
   ++solves;
   if (!s.found) return std::nullopt;
   if (gap) *gap = s.gap / base_seconds;
-  if (getenv("TSMEM_DEBUG")) fmt::print(stderr, "columns {} rows {} solve {:.2f} gap {:.4f}\n", p.columns.size(), p.rows.size(), std::chrono::duration<double>(Clock::now() - start).count(), s.gap / base_seconds);
+  if (getenv("TSMEM_DEBUG"))
+    fmt::print(stderr, "columns {} rows {} solve {:.2f} gap {:.4f}\n", p.columns.size(), p.rows.size(),
+               std::chrono::duration<double>(Clock::now() - start).count(), s.gap / base_seconds);
   std::vector<bool> again = base_again;
   for (size_t i = 0; i < n; ++i)
     if (x[i] >= 0) again[i] = s.values[x[i]] > 0.5;
@@ -475,8 +495,7 @@ const Planner::Impl::Tried& Planner::Impl::try_choice(const std::vector<bool>& a
   Measured m = measure(again, journal);
   if (m.slots.size() == base.slots.size()) {
     const auto thought = predicted_slots(again);
-    for (size_t t = 0; t < m.slots.size(); ++t)
-      correction[t] += m.slots[t].peak - static_cast<int64_t>(thought[t]);
+    for (size_t t = 0; t < m.slots.size(); ++t) correction[t] += m.slots[t].peak - static_cast<int64_t>(thought[t]);
   }
   tried.push_back({again, std::move(m), predicted_seconds(again)});
   return tried.back();
@@ -502,7 +521,7 @@ PlanPoint Planner::Impl::point(const Tried& t, int64_t budget, double gap) const
   return p;
 }
 
-Planner::Planner(Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
+Planner::Planner(Module& original, Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
                  const PlanOptions& options)
     : impl_(std::make_unique<Impl>()) {
   impl_->module = module;
@@ -522,6 +541,7 @@ Planner::Planner(Module& module, std::vector<Site> sites, const std::vector<c10:
   run.device = options.device;
   run.seed = options.seed;
   run.train = options.train;
+  impl_->original_step = std::make_unique<TrainingStep>(original, inputs, run);
   impl_->step = std::make_unique<TrainingStep>(module, inputs, run);
   impl_->set_up();
 }
@@ -533,9 +553,13 @@ PlanPoint Planner::smallest() {
     if (!getenv("TSMEM_DEBUG")) return;
     for (size_t i = 0; i < impl_->values.size(); ++i) {
       auto& v = impl_->values[i];
-      fmt::print(stderr, "value {} {} {} {:.1f} MiB fixed {} again {} direct {} end {}\n", i, v.site >= 0 ? impl_->sites[v.site].module : "-", v.site >= 0 ? impl_->sites[v.site].op : "-", v.bytes / kMiB, v.fixed, v.site >= 0 ? int(t.again[v.site]) : 1, fmt::join(v.direct, ","), v.end);
+      fmt::print(stderr, "value {} {} {} {:.1f} MiB fixed {} again {} direct {} end {}\n", i,
+                 v.site >= 0 ? impl_->sites[v.site].module : "-", v.site >= 0 ? impl_->sites[v.site].op : "-",
+                 v.bytes / kMiB, v.fixed, v.site >= 0 ? int(t.again[v.site]) : 1, fmt::join(v.direct, ","), v.end);
     }
-    for (size_t k = 0; k < t.measured.slots.size(); ++k) fmt::print(stderr, "slot {} at {} {} {:.1f}\n", k, t.measured.slots[k].at, t.measured.slots[k].backward, t.measured.slots[k].peak / kMiB);
+    for (size_t k = 0; k < t.measured.slots.size(); ++k)
+      fmt::print(stderr, "slot {} at {} {} {:.1f}\n", k, t.measured.slots[k].at, t.measured.slots[k].backward,
+                 t.measured.slots[k].peak / kMiB);
   };
   for (int i = 0; i < 4; ++i) {
     impl_->say("planning: the smallest budget");
@@ -568,11 +592,12 @@ PlanPoint Planner::plan(int64_t budget) {
   if (const auto* t = impl_->best(budget)) return impl_->point(*t, budget, gap);
   const PlanPoint least = smallest();
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
-  throw Error(kBudget, fmt::format("No plan was found whose peak is at most {:.1f} MiB; the smallest possible budget is "
-                                   "{:.1f} MiB ({} bytes).",
-                                   static_cast<double>(budget) / kMiB,
-                                   std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
-                                   least.predicted_peak_bytes));
+  throw Error(kBudget,
+              fmt::format("No plan was found whose peak is at most {:.1f} MiB; the smallest possible budget is "
+                          "{:.1f} MiB ({} bytes).",
+                          static_cast<double>(budget) / kMiB,
+                          std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
+                          least.predicted_peak_bytes));
 }
 
 std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
@@ -588,6 +613,7 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
   return points;
 }
 
+const Planner::Original& Planner::original() const { return impl_->original; }
 double Planner::solve_seconds() const { return impl_->solving; }
 size_t Planner::solves() const { return impl_->solves; }
 

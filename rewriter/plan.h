@@ -1,4 +1,5 @@
-// Choosing what backward makes again, so that a training step's peak fits a budget and takes as little time as possible.
+// Choosing what backward makes again, so that a training step's peak fits a budget and takes as little time as
+// possible.
 //
 // The module is rewritten at Level::plan: each output that backward could make again has an attribute that says whether
 // it does. A step is measured once with everything cheap made again and everything dear (convolutions, linear layers)
@@ -24,27 +25,28 @@ struct PlanOptions {
   uint64_t seed = 0;
   bool train = true;
   bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
-  double solve_seconds = 5, gap = 0.003;  // of one solve: time limit; how far from the best it may end, of a step's seconds
+  double solve_seconds = 5,
+         gap = 0.003;  // of one solve: time limit; how far from the best it may end, of a step's seconds
   std::function<void(const std::string&)> progress;  // is told what runs now
 };
 
 // What a training step needs under one choice.
 struct PlanPoint {
-  int64_t budget = 0;                 // bytes; what was asked for
-  int64_t predicted_peak_bytes = 0;   // as Profile::peak_bytes
-  double predicted_seconds = 0;       // a step, forward and backward
-  int64_t kept_bytes = 0;             // live at the end of forward, without outputs
-  double recomputed_flops = 0;        // that backward adds
-  std::vector<bool> again;            // for every site: made again
-  double gap = 0;                     // the choice is at most this fraction of a step slower than the program's best
+  int64_t budget = 0;                // bytes; what was asked for
+  int64_t predicted_peak_bytes = 0;  // as Profile::peak_bytes
+  double predicted_seconds = 0;      // a step, forward and backward
+  int64_t kept_bytes = 0;            // live at the end of forward, without outputs
+  double recomputed_flops = 0;       // that backward adds
+  std::vector<bool> again;           // for every site: made again
+  double gap = 0;                    // the choice is at most this fraction of a step slower than the program's best
 };
 
 class Planner {
  public:
-  // `module` was rewritten at Level::plan and has `sites`. Runs warm-up and measured steps.
-  // Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or device.
-  Planner(torch::jit::Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
-          const PlanOptions& options);
+  // `module` was rewritten at Level::plan, has `sites`, and has not run; `original` is what it was. Runs warm-up and
+  // measured steps of both. Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or device.
+  Planner(torch::jit::Module& original, torch::jit::Module& module, std::vector<Site> sites,
+          const std::vector<c10::IValue>& inputs, const PlanOptions& options);
   ~Planner();
 
   // The fastest choice whose peak is at most `budget` bytes. Throws Error(kBudget) with the smallest possible peak
@@ -57,6 +59,12 @@ class Planner {
   // `count` points from the smallest budget to `largest`, none with a higher peak than its budget, none slower than one
   // with a smaller budget.
   std::vector<PlanPoint> front(int64_t largest, int count);
+
+  struct Original {
+    int64_t peak_bytes, kept_bytes;
+    double seconds;  // of a step; measured in turns with the rewritten model's
+  };
+  const Original& original() const;
 
   double solve_seconds() const;  // spent in the solver so far
   size_t solves() const;

@@ -54,13 +54,14 @@ struct RewriteReport {
   std::vector<Match> matches;
   std::vector<Region> regions;
   std::vector<Refusal> refused;
-  std::vector<Site> sites;  // at Level::plan
+  std::vector<Site> sites;         // at Level::plan
   size_t traced_convolutions = 0;  // under --amp: the CPU's autocast leaves aten::_convolution in float32
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
-// restored first. A module that has run must be loaded anew: TorchScript holds on to what it has compiled. With `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that
-// matches nothing, and a module that can't be run again.
+// restored first. A module that has run must be loaded anew: TorchScript holds on to what it has compiled. With
+// `dry_run` nothing is changed. Throws Error(kUsage) for an unknown pattern, a method or glob that matches nothing, and
+// a module that can't be run again.
 RewriteReport rewrite(torch::jit::Module& module, const RewriteOptions& options, bool dry_run = false);
 
 // Puts the original methods back and removes all `_tsmem_*` ones. False where there were none. Weights stay as they
