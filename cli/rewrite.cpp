@@ -6,6 +6,8 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
 
 #include "cli.h"
 #include "patterns/pattern.h"
@@ -44,8 +46,7 @@ void settle_level(Options& o, const CLI::App& app) {
     o.level = "plan";
   }
   for (auto name : {"--optimizer-states", "--solve-seconds"})
-    if (given(name) && o.level != "plan")
-      throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
+    if (given(name) && o.level != "plan") throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
     throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
   if (o.level != "plan") return;
@@ -192,6 +193,18 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
+std::vector<int64_t> parse_batch_sizes(const std::string& text) {
+  std::vector<int64_t> sizes;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const bool number = !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
+    if (!number || std::stoll(part) == 0)
+      throw Error(kUsage, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
+    sizes.push_back(std::stoll(part));
+  }
+  return sizes;
+}
+
 // Rewrites file.module by a plan, and says in `predicted` what it needs.
 RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file, json& predicted) {
   const auto method = o.rewrite.method.empty() ? std::string("forward") : o.rewrite.method;
@@ -200,12 +213,15 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
   options.method = method;
   options.device = o.device;
   const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.device);
-  parse_size(o.budget.empty() ? "1" : o.budget, "--budget", 1);  // before the work, not after it
+  // Before the work, not after it.
+  if (!o.budget.empty()) parse_size(o.budget, "--budget", 1 << 20);
+  if (!o.fit.empty()) parse_size(o.fit, "--fit", 0);
+  parse_batch_sizes(o.batch_sizes);
   Planned planned(o.model, file.module, o.rewrite, inputs, options);
   Planner& planner = *planned.planner;
   const auto& original = planner.original();
-  const PlanPoint point = o.budget.empty() ? planner.smallest()
-                                           : planner.plan(parse_size(o.budget, "--budget", original.peak_bytes));
+  const PlanPoint point =
+      o.budget.empty() ? planner.smallest() : planner.plan(parse_size(o.budget, "--budget", original.peak_bytes));
   json again = json::array();
   for (size_t s = 0; s < planned.report.sites.size(); ++s)
     if (const Site& site = planned.report.sites[s]; site.dear && point.again[s])
@@ -221,6 +237,38 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
                {"solver", solver_name()},
                {"solve_seconds", planner.solve_seconds()},
                {"gap", point.gap}};
+  if (!o.fit.empty() || !o.batch_sizes.empty()) {
+    const auto batches = planner.batches(point.again);
+    int64_t weights = 0, gradients = 0;
+    std::set<const void*> seen;
+    for (const auto& m : file.module.modules())
+      for (const auto& v : m._ivalue()->slots())
+        for (const auto& t : v.isObject() ? std::vector<at::Tensor>() : all_tensors(v))
+          if (t.has_storage() && seen.insert(t.storage().unsafeGetStorageImpl()).second) {
+            weights += static_cast<int64_t>(t.storage().nbytes());
+            if (t.requires_grad()) gradients += static_cast<int64_t>(t.nbytes());
+          }
+    const int64_t always = weights + (1 + o.optimizer_states) * gradients;
+    int64_t inputs_bytes = 0;
+    for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
+      inputs_bytes += static_cast<int64_t>(t.nbytes());
+    const double input_each = static_cast<double>(inputs_bytes) / static_cast<double>(batches.batch);
+    const auto total = [&](int64_t batch) {
+      return always + batches.peak(batch) + static_cast<int64_t>(input_each * static_cast<double>(batch));
+    };
+    json sizes = json::array();
+    for (int64_t b : parse_batch_sizes(o.batch_sizes))
+      sizes.push_back({{"batch", b}, {"peak_bytes", batches.peak(b)}, {"total_bytes", total(b)}});
+    predicted["weights_bytes"] = weights;
+    predicted["gradient_and_optimizer_bytes"] = always - weights;
+    predicted["batch_sizes"] = sizes;
+    if (!o.fit.empty()) {
+      const int64_t size = parse_size(o.fit, "--fit", 0);
+      int64_t batch = batches.largest(size - always);
+      while (batch > 0 && total(batch) > size) batch -= std::max<int64_t>(1, batch / 1000);
+      predicted["fit"] = {{"bytes", size}, {"batch", batch}, {"total_bytes", batch ? total(batch) : 0}};
+    }
+  }
   planned.planner.reset();  // puts the module's state back
   set_choice(file.module, planned.report.sites, point.again);
   progress.clear();
@@ -229,11 +277,23 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
 
 void print_plan(const json& p) {
   const auto bytes = [&](const char* key) { return p[key].get<double>(); };
-  print(fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} run again in "
-                    "backward\n",
-                    bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
-                    bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
-                    counted(p["run_again"].size(), "convolution or linear layer")));
+  print(
+      fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} run again in "
+                  "backward\n",
+                  bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
+                  bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
+                  counted(p["run_again"].size(), "dear operator")));
+  if (!p.contains("weights_bytes")) return;
+  print(fmt::format("  weights {}, gradients and optimizer {}\n", bytes_text(p["weights_bytes"]),
+                    bytes_text(p["gradient_and_optimizer_bytes"])));
+  for (const auto& b : p["batch_sizes"])
+    print(fmt::format("  batch {}: peak {}, with weights, gradients, optimizer and input {}\n",
+                      b["batch"].get<int64_t>(), bytes_text(b["peak_bytes"]), bytes_text(b["total_bytes"])));
+  if (!p.contains("fit")) return;
+  const auto batch = p["fit"]["batch"].get<int64_t>();
+  print(batch > 0 ? fmt::format("  The largest batch in {}: about {} ({})\n", bytes_text(p["fit"]["bytes"]), batch,
+                                bytes_text(p["fit"]["total_bytes"]))
+                  : fmt::format("  No batch fits in {}\n", bytes_text(p["fit"]["bytes"])));
 }
 
 int rewrite_file(Options& o, const Common& common, const CLI::App& app) {

@@ -144,7 +144,9 @@ std::vector<Point> samples(const Profile& p, const std::vector<std::string>& gro
   return points;
 }
 
-std::string escaped(const std::string& text) {
+}  // namespace
+
+std::string svg_text(const std::string& text) {
   std::string out;
   for (char c : text)
     if (c == '&')
@@ -159,6 +161,19 @@ std::string escaped(const std::string& text) {
       out += c;
   return out;
 }
+
+std::string svg_head(double width, double height) {
+  return fmt::format(
+      "<svg xmlns='http://www.w3.org/2000/svg' width='{0}' height='{1}' viewBox='0 0 {0} {1}' "
+      "font-family='DejaVu Sans, Verdana, sans-serif' font-size='11.5'>\n"
+      "<style>.title{{font-size:15px;font-weight:bold}}.end{{text-anchor:end}}.middle{{text-anchor:middle}}"
+      ".grid{{stroke:#ddd}}.mark{{stroke:#555;stroke-dasharray:4 3}}.peak{{fill:#fff;stroke:#000;stroke-width:2}}"
+      ".halo{{paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round;font-weight:bold}}</style>\n"
+      "<rect width='{0}' height='{1}' fill='#fff'/>\n",
+      width, height);
+}
+
+namespace {
 
 std::string shown(const std::string& group) { return group.empty() ? "(model)" : group; }
 
@@ -196,7 +211,7 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
   const Profile& p = *titled.profile;
   const double bottom = top + c.plot_height, right = c.left + c.plot_width;
   std::string out =
-      fmt::format("<text x='{}' y='{}' class='title'>{}</text>\n", c.left, top - 30, escaped(titled.title));
+      fmt::format("<text x='{}' y='{}' class='title'>{}</text>\n", c.left, top - 30, svg_text(titled.title));
   out += fmt::format("<text x='{}' y='{}'>peak {}, saved for backward {}, the recorded step took {}</text>\n", c.left,
                      top - 11, mib_text(p.peak_bytes), mib_text(p.saved_bytes), seconds_text(end_of(p)));
   const auto backward = backward_start(p);
@@ -230,7 +245,7 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
     }
     if (any)
       out += fmt::format("<path d='M{} {}{}H{:.1f}V{}Z' fill='{}'><title>{}</title></path>\n", c.left, bottom, path,
-                         c.x(end_of(p)), bottom, kColors[g], escaped(shown(groups[g])));
+                         c.x(end_of(p)), bottom, kColors[g], svg_text(shown(groups[g])));
   }
   const double limit = right - 8;
   if (backward) {
@@ -247,12 +262,12 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
         "<circle cx='{0:.1f}' cy='{1:.1f}' r='4' class='peak'/><text x='{2:.1f}' y='{3:.1f}' class='{4}'>{5}: "
         "{6}</text>\n",
         x, y, std::min(flip ? x - 8 : x + 8, limit), std::max(y - 6, top + 10), flip ? "end halo" : "halo",
-        mib_text(p.peak_bytes), escaped(peak_place(p)));
+        mib_text(p.peak_bytes), svg_text(peak_place(p)));
   }
   double key = top + 4;
   for (size_t g = groups.size(); g-- > 0; key += 20)
     out += fmt::format("<rect x='{}' y='{}' width='12' height='12' fill='{}'/><text x='{}' y='{}'>{}</text>\n",
-                       right + 16, key, kColors[g], right + 34, key + 10.5, escaped(shown(groups[g])));
+                       right + 16, key, kColors[g], right + 34, key + 10.5, svg_text(shown(groups[g])));
   return out;
 }
 
@@ -309,14 +324,7 @@ std::string timeline_svg(const std::vector<TitledProfile>& profiles) {
     c.bytes = std::max(c.bytes, 1.06 * static_cast<double>(p->peak_bytes));
   }
   const double height = 20 + c.panel_height * static_cast<double>(profiles.size());
-  std::string out = fmt::format(
-      "<svg xmlns='http://www.w3.org/2000/svg' width='{0}' height='{1}' viewBox='0 0 {0} {1}' "
-      "font-family='DejaVu Sans, Verdana, sans-serif' font-size='11.5'>\n"
-      "<style>.title{{font-size:15px;font-weight:bold}}.end{{text-anchor:end}}.middle{{text-anchor:middle}}"
-      ".grid{{stroke:#ddd}}.mark{{stroke:#555;stroke-dasharray:4 3}}.peak{{fill:#fff;stroke:#000;stroke-width:2}}"
-      ".halo{{paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round;font-weight:bold}}</style>\n"
-      "<rect width='{0}' height='{1}' fill='#fff'/>\n",
-      c.width, height);
+  std::string out = svg_head(c.width, height);
   double top = 62;
   for (auto& titled : profiles) {
     out += panel(c, top, titled, groups);

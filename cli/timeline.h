@@ -10,6 +10,10 @@ namespace tsmem::cli {
 // Of a module path, the module around it; "" for the outermost.
 std::string parent(const std::string& path);
 
+// What an SVG begins with: size, font and the classes that pictures use; and a text with &, < and quotes escaped.
+std::string svg_head(double width, double height);
+std::string svg_text(const std::string& text);
+
 struct TitledProfile {
   std::string title;
   const Profile* profile;

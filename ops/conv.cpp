@@ -68,7 +68,13 @@ Tensor by_parts(const Tensor& input, int64_t parts, F f) {
   return out;
 }
 
+// 0 for arguments that stock refuses.
 int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& args) {
+  const auto dims = static_cast<size_t>(weight.dim()) - 2;
+  for (const auto* list : {&args.stride, &args.padding, &args.dilation, &args.output_padding})
+    if (list->size() != dims) return 0;
+  for (int64_t s : args.stride)
+    if (s <= 0) return 0;
   const int64_t channels = args.transposed ? weight.size(1) * args.groups : weight.size(0);
   int64_t numel = input.size(0) * channels;
   for (int64_t d = 0; d < weight.dim() - 2; ++d) {

@@ -168,6 +168,8 @@ struct Planner::Impl {
   Module module;
   std::vector<Site> sites;
   PlanOptions options;
+  ProfileOptions run;
+  std::vector<c10::IValue> inputs;
   std::vector<Module> owners;  // of each site
   std::unique_ptr<TrainingStep> step, original_step;
   Original original{};
@@ -536,7 +538,8 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
     }
     impl_->owners.push_back(m);
   }
-  ProfileOptions run;
+  impl_->inputs = inputs;
+  ProfileOptions& run = impl_->run;
   run.method = options.method;
   run.device = options.device;
   run.seed = options.seed;
@@ -611,6 +614,50 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
   std::vector<PlanPoint> points;
   for (int64_t b : budgets) points.push_back(impl_->point(*impl_->best(b), b, gaps[b]));
   return points;
+}
+
+int64_t Planner::Batches::peak(int64_t batch) const {
+  double most = 0;
+  for (size_t t = 0; t < fixed_.size(); ++t) most = std::max(most, fixed_[t] + each_[t] * static_cast<double>(batch));
+  return static_cast<int64_t>(std::ceil(most));
+}
+
+int64_t Planner::Batches::largest(int64_t bytes) const {
+  int64_t fits = 0, over = 1;
+  while (over < (int64_t{1} << 40) && peak(over) <= bytes) over *= 2;
+  while (over - fits > 1) {
+    const int64_t middle = fits + (over - fits) / 2;
+    (peak(middle) <= bytes ? fits : over) = middle;
+  }
+  return fits;
+}
+
+Planner::Batches Planner::batches(const std::vector<bool>& again) {
+  Batches found;
+  const auto tensors = all_tensors(c10::ivalue::Tuple::create(impl_->inputs));
+  if (tensors.empty() || tensors[0].dim() == 0)
+    throw Error(kBadInput, "The input's first tensor has no dimension, so there is no batch size to change.");
+  found.batch = tensors[0].size(0);
+  impl_->say("planning: twice the batch");
+  std::vector<c10::IValue> twice;
+  for (const auto& v : impl_->inputs)
+    twice.push_back(map_tensors(v, [&](const at::Tensor& t) {
+      return t.dim() > 0 && t.size(0) == found.batch ? at::cat({t, t}) : t;
+    }));
+  impl_->write(again);
+  Journal one, two;
+  const Measured a = impl_->measure(again, one);
+  TrainingStep larger(impl_->module, twice, impl_->run);
+  larger.run();
+  const Measured b = impl_->metered(larger, two);
+  const bool same = a.slots.size() == b.slots.size();
+  for (size_t t = 0; t < (same ? a.slots.size() : 1); ++t) {
+    const auto x = static_cast<double>(same ? a.slots[t].peak : a.peak);
+    const auto y = static_cast<double>(same ? b.slots[t].peak : b.peak);
+    found.each_.push_back((y - x) / static_cast<double>(found.batch));
+    found.fixed_.push_back(x - found.each_.back() * static_cast<double>(found.batch));
+  }
+  return found;
 }
 
 const Planner::Original& Planner::original() const { return impl_->original; }

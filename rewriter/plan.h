@@ -44,7 +44,8 @@ struct PlanPoint {
 class Planner {
  public:
   // `module` was rewritten at Level::plan, has `sites`, and has not run; `original` is what it was. Runs warm-up and
-  // measured steps of both. Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or device.
+  // measured steps of both. Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or
+  // device.
   Planner(torch::jit::Module& original, torch::jit::Module& module, std::vector<Site> sites,
           const std::vector<c10::IValue>& inputs, const PlanOptions& options);
   ~Planner();
@@ -59,6 +60,22 @@ class Planner {
   // `count` points from the smallest budget to `largest`, none with a higher peak than its budget, none slower than one
   // with a smaller budget.
   std::vector<PlanPoint> front(int64_t largest, int count);
+
+  // The peak of a step under a choice at another batch size, which is dimension 0 of every tensor in the input that has
+  // the first one's. From steps with the input and with twice its batch, as bytes between two marks of a step grow in
+  // proportion to it. Throws Error(kBadInput) where the model does not take other batch sizes.
+  class Batches {
+   public:
+    int64_t batch = 0;  // of the input
+    int64_t peak(int64_t batch) const;
+    // The largest batch whose peak is at most `bytes`; 0: none.
+    int64_t largest(int64_t bytes) const;
+
+   private:
+    friend class Planner;
+    std::vector<double> fixed_, each_;  // of each slot, bytes
+  };
+  Batches batches(const std::vector<bool>& again);
 
   struct Original {
     int64_t peak_bytes, kept_bytes;
