@@ -44,7 +44,7 @@ int run(const Options& o, const Common& common) {
   if (o.run.inputs.empty() && o.run.inputs_file.empty())
     throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
   auto file = load_model(o.model, o.run.device);
-  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
+  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.limits.estimate ? "meta" : o.run.device);
   const Progress progress(common);
   PlanOptions options = o.limits.options(common, progress);
   options.method = o.run.method;

@@ -35,11 +35,20 @@ PlanOptions PlanLimits::options(const Common& common, const Progress& progress) 
 Planned::Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
                  const std::vector<c10::IValue>& inputs, const PlanOptions& options) {
   // A module that has run can't be rewritten any more, so another copy of it runs.
-  auto original = load_model(path, options.device).module;
+  const std::string device = options.estimate ? "meta" : options.device;
+  auto original = load_model(path, device).module;
   restore(original);
   rewriting.level = Level::plan;
   report = rewrite(module, rewriting);
-  planner = std::make_unique<Planner>(original, module, report.sites, inputs, options);
+  auto shapes = module;
+  auto sites = report.sites;
+  if (options.estimate) {
+    shapes = load_model(path, device).module;
+    sites = rewrite(shapes, rewriting).sites;
+  }
+  PlanOptions of_device = options;
+  of_device.device = device;
+  planner = std::make_unique<Planner>(original, shapes, std::move(sites), inputs, of_device);
 }
 
 int64_t parse_size(const std::string& text, const std::string& option, int64_t whole) {

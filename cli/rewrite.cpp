@@ -176,7 +176,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   take_flags(original, rewritten, o.rewrite);
   if (auto differences = structure_differences(original, rewritten); !differences.empty())
     throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
-  if (o.inputs.empty() && o.inputs_file.empty()) return true;
+  if ((o.inputs.empty() && o.inputs_file.empty()) || o.limits.estimate) return true;
   VerifyOptions options;
   if (!o.rewrite.method.empty()) options.method = o.rewrite.method;
   options.device = o.device;
@@ -212,7 +212,7 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
   PlanOptions options = o.limits.options(common, progress);
   options.method = method;
   options.device = o.device;
-  const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.device);
+  const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
   // Before the work, not after it.
   if (!o.budget.empty()) parse_size(o.budget, "--budget", 1 << 20);
   if (!o.fit.empty()) parse_size(o.fit, "--fit", 0);
@@ -308,7 +308,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
                 "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
   }
   require_device(o.device);
-  if (!o.inputs.empty() || !o.inputs_file.empty())  // before the work, not after it
+  if ((!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate)  // before the work, not after it
     check_inputs(file.module, o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                  make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
 

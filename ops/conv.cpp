@@ -36,7 +36,7 @@ int64_t parts_of(IntArrayRef input, int64_t out_numel, const Tensor& weight) {
   const int64_t least = std::max<int64_t>(8, at::get_num_threads()) << 20;
   const auto numel = c10::multiply_integers(input);
   const int64_t batch = input[0], bytes = (numel + out_numel) * static_cast<int64_t>(weight.element_size());
-  if (!weight.device().is_cpu() || bytes < 2 * least) return 1;
+  if (!(weight.is_cpu() || weight.is_meta()) || bytes < 2 * least) return 1;
   const auto per_weight =
       bytes / std::max<int64_t>(1, 2 * weight.numel() * static_cast<int64_t>(weight.element_size()));
   return std::max<int64_t>(1, std::min({bytes / least, per_weight, batch}));
@@ -153,8 +153,8 @@ struct Conv : torch::autograd::Function<Conv> {
       return std::vector<Tensor>{mask[0] ? g : Tensor(), mask[1] ? w : Tensor(), mask[2] ? b : Tensor()};
     };
     // Differentiable as a whole only.
-    const bool cut = !at::GradMode::is_enabled() && rows(grad) && rows(weight) &&
-                     rows(shape_of(sizes, strides, grad.options()));
+    const bool cut =
+        !at::GradMode::is_enabled() && rows(grad) && rows(weight) && rows(shape_of(sizes, strides, grad.options()));
     const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
     const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
       if (parts <= 1) return run_part(grad, input, mask);

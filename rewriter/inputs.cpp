@@ -125,8 +125,9 @@ Spec parse_tensor(const std::string& spec, const std::string& shape, std::string
   return s;
 }
 
-at::Tensor draw(const Spec& s, at::Generator& generator) {
+at::Tensor draw(const Spec& s, at::Generator& generator, bool meta) {
   auto options = at::TensorOptions().dtype(s.dtype);
+  if (meta) return at::empty(s.shape, options.device(at::kMeta));
   if (c10::isFloatingType(s.dtype)) {
     // Low-precision inputs are the rounded values of the float32 ones.
     auto t = at::empty(s.shape, options.dtype(s.dtype == at::kDouble ? at::kDouble : at::kFloat));
@@ -303,7 +304,7 @@ void collect(const IValue& v, std::vector<at::Tensor>& out) {
 
 std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std::string& inputs_file, uint64_t seed,
                                 const std::string& device) {
-  require_device(device);
+  if (device != "meta") require_device(device);
   c10::Device target(device);
   std::vector<IValue> out;
   if (!inputs_file.empty()) {
@@ -346,7 +347,7 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
     for (auto d : s.shape) bytes *= static_cast<double>(d);
     try {
       if (bytes > std::ldexp(1.0, 60)) throw std::bad_alloc();
-      out.push_back(to_device(draw(s, generator), target));
+      out.push_back(to_device(draw(s, generator, target.is_meta()), target));
     } catch (const std::exception&) {
       throw Error(kBadInput, fmt::format("--input {} takes {:.1f} GiB, more memory than there is.", full,
                                          bytes / std::ldexp(1.0, 30)));
@@ -430,6 +431,10 @@ std::vector<at::Tensor> cotangents(const std::vector<at::Tensor>& tensors, uint6
   auto generator = at::detail::createCPUGenerator(seed);
   std::vector<at::Tensor> out;
   for (auto& t : tensors) {
+    if (t.is_meta()) {
+      out.push_back(at::empty_like(t));
+      continue;
+    }
     auto drawn = at::empty(t.sizes(), at::kFloat).normal_(0, 1, generator).to(at::kBFloat16);
     out.push_back(drawn.to(t.device(), t.scalar_type()));
   }

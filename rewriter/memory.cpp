@@ -537,7 +537,7 @@ struct TrainingStep::Impl {
 
 TrainingStep::TrainingStep(torch::jit::Module& module, const std::vector<IValue>& inputs,
                            const ProfileOptions& options) {
-  require_device(options.device);
+  if (options.device != "meta") require_device(options.device);
   impl_ = std::make_unique<Impl>(module, check_inputs(module, options.method, inputs), options);
   module.train(options.train);
   std::unordered_set<const void*> seen;
@@ -562,7 +562,7 @@ bool TrainingStep::run(StepObserver& observer) {
       t.mutable_grad() = at::zeros_like(t);
     }
   {
-    auto generator = at::globalContext().defaultGenerator(s.device);
+    auto generator = at::globalContext().defaultGenerator(s.device.is_meta() ? c10::Device(c10::kCPU) : s.device);
     std::lock_guard lock(generator.mutex());
     generator.set_current_seed(s.options.seed);
   }

@@ -15,6 +15,7 @@
 
 #include "ops/recompute.h"
 #include "rewriter/error.h"
+#include "rewriter/estimate.h"
 #include "rewriter/inputs.h"
 #include "rewriter/memory.h"
 #include "rewriter/milp.h"
@@ -26,6 +27,12 @@ using Clock = std::chrono::steady_clock;
 using torch::jit::Module;
 
 constexpr double kMiB = 1024.0 * 1024.0;
+
+// What estimates take a device for: ten operations in the time of one byte.
+constexpr double kFlopsPerSecond = 1e11, kBytesPerSecond = 1e10;
+// How often forward and backward of a cheap operator pass over its output's bytes: stock's norm and activation, and
+// ours, which are one operator.
+constexpr double kStockPasses = 9, kPasses = 7;
 
 double median(std::vector<double> v) {
   std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
@@ -245,7 +252,7 @@ void Planner::Impl::set_up() {
   });
   say("planning: seconds of every operator");
   Journal timed;
-  timed.timed = true;
+  timed.timed = !options.estimate;
   measure(base_again, timed);
   say("planning: memory of a step");
   Journal plain;
@@ -271,6 +278,13 @@ void Planner::Impl::set_up() {
   original_step.reset();
   original = {m.peak, m.kept, median(stock)};
   base_seconds = median(ratios) * original.seconds;
+  if (options.estimate) {
+    double flops = 0, bytes = 0;
+    for (const auto& v : plain.values)
+      (v.flops > 0 ? flops : bytes) += v.flops > 0 ? v.flops : static_cast<double>(v.bytes);
+    original.seconds = 3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond;
+    base_seconds = 3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond;
+  }
 
   for (first_backward = 0; first_backward < base.slots.size() && !base.slots[first_backward].backward;)
     ++first_backward;
@@ -292,7 +306,9 @@ void Planner::Impl::set_up() {
     v.dear = j.flops > 0;
     v.flops = j.flops;
     v.operands = j.operands;
-    v.seconds = same ? timed.values[i].seconds : 0;
+    v.seconds = options.estimate ? j.flops / kFlopsPerSecond + 2.0 * static_cast<double>(j.bytes) / kBytesPerSecond
+                : same           ? timed.values[i].seconds
+                                 : 0;
     v.fixed = !same || (v.dear ? held[i] : held_in_base[i]);
     v.last_forward = static_cast<int>(i);
     for (int o : v.operands) {
@@ -538,6 +554,7 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
     }
     impl_->owners.push_back(m);
   }
+  if (options.estimate) count_meta_allocations();
   impl_->inputs = inputs;
   ProfileOptions& run = impl_->run;
   run.method = options.method;

@@ -1,0 +1,161 @@
+#include "rewriter/estimate.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+namespace tsmem {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+// Blocks of a size and no memory. Their address is that of what holds the size, so that each is told from the others.
+struct CountingAllocator : c10::Allocator {
+  static void free(void* block) {
+    auto* size = static_cast<int64_t*>(block);
+    c10::reportMemoryUsageToProfiler(block, -*size, 0, 0, c10::Device(c10::kMeta));
+    delete size;
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* size = new int64_t(static_cast<int64_t>(bytes));
+    c10::reportMemoryUsageToProfiler(size, *size, 0, 0, c10::Device(c10::kMeta));
+    return {nullptr, size, &free, c10::Device(c10::kMeta)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void*, const void*, std::size_t) const override {}
+};
+
+Tensor like_sizes(IntArrayRef sizes, const Tensor& t, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
+  return at::empty(sizes, t.options(), format);
+}
+
+bool blocked(const Tensor& t) {
+  return (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf) &&
+         t.suggest_memory_format() == at::MemoryFormat::Contiguous;
+}
+
+// A copy in oneDNN's layout, which fills channels up to 16.
+Tensor in_blocks(IntArrayRef sizes, const Tensor& t) {
+  auto padded = sizes.vec();
+  if (padded.size() > 1 && padded[1] > 3) padded[1] = (padded[1] + 15) / 16 * 16;
+  return like_sizes(padded, t);
+}
+
+std::vector<int64_t> conv_sizes(const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::conv_output_size", "")
+                             .typed<std::vector<int64_t>(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef,
+                                                         IntArrayRef, bool, IntArrayRef, int64_t)>();
+  return op.call(input, weight, stride, padding, dilation, transposed, output_padding, groups);
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor&, IntArrayRef stride, IntArrayRef padding,
+                   IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  const auto sizes = conv_sizes(input, weight, stride, padding, dilation, transposed, output_padding, groups);
+  if (!blocked(input)) return like_sizes(sizes, input, input.suggest_memory_format());
+  Tensor copy = in_blocks(input.sizes(), input);
+  const Tensor out = in_blocks(sizes, input);
+  copy.reset();
+  return like_sizes(sizes, input);
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                        at::OptionalIntArrayRef bias_sizes, IntArrayRef, IntArrayRef,
+                                                        IntArrayRef, bool, IntArrayRef, int64_t,
+                                                        std::array<bool, 3> mask) {
+  std::tuple<Tensor, Tensor, Tensor> out;
+  const bool copies = blocked(input);
+  if (mask[0]) {
+    Tensor dy = copies ? in_blocks(grad.sizes(), grad) : Tensor();
+    const Tensor w = copies ? like_sizes(weight.sizes(), weight) : Tensor();
+    const Tensor dx = copies ? in_blocks(input.sizes(), grad) : Tensor();
+    dy.reset();
+    std::get<0>(out) = like_sizes(input.sizes(), grad, input.suggest_memory_format());
+  }
+  if (mask[1]) {
+    Tensor dy = copies ? in_blocks(grad.sizes(), grad) : Tensor(), x = copies ? in_blocks(input.sizes(), grad) : dy;
+    const Tensor dw = copies ? like_sizes(weight.sizes(), grad) : Tensor();
+    dy.reset(), x.reset();
+    std::get<1>(out) = like_sizes(weight.sizes(), grad, weight.suggest_memory_format());
+  }
+  if (mask[2]) std::get<2>(out) = like_sizes(*bias_sizes, grad);
+  return out;
+}
+
+Tensor statistics(const Tensor& input, IntArrayRef sizes) {
+  const auto type = input.scalar_type();
+  return at::empty(sizes, input.options().dtype(type == at::kDouble ? at::kDouble : at::kFloat));
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
+                                              const OptTensor&, bool training, double, double) {
+  const std::vector<int64_t> channels{training ? input.size(1) : 0};
+  return {at::empty_like(input), statistics(input, channels), statistics(input, channels)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& grad, const Tensor& input, const OptTensor& weight,
+                                                       const OptTensor&, const OptTensor&, const OptTensor&,
+                                                       const OptTensor&, bool, double, std::array<bool, 3> mask) {
+  const auto parameter = [&](bool wanted) {
+    return wanted ? (weight && weight->defined() ? at::empty_like(*weight) : statistics(input, {input.size(1)}))
+                  : Tensor();
+  };
+  return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, IntArrayRef shape, const OptTensor&,
+                                              const OptTensor&, double) {
+  auto rows = input.sizes().vec();
+  std::fill(rows.end() - static_cast<std::ptrdiff_t>(shape.size()), rows.end(), 1);
+  return {at::empty_like(input, at::MemoryFormat::Contiguous), statistics(input, rows), statistics(input, rows)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor&, const Tensor& input, IntArrayRef, const Tensor&,
+                                                       const Tensor&, const OptTensor& weight, const OptTensor& bias,
+                                                       std::array<bool, 3> mask) {
+  return {mask[0] ? at::empty_like(input) : Tensor(), mask[1] ? at::empty_like(*weight) : Tensor(),
+          mask[2] ? at::empty_like(*bias) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, const OptTensor&, const OptTensor&, int64_t n,
+                                              int64_t, int64_t, int64_t groups, double) {
+  return {at::empty_like(input), statistics(input, {n, groups}), statistics(input, {n, groups})};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const Tensor& input, const Tensor&,
+                                                       const Tensor&, const OptTensor& weight, int64_t,
+                                                       int64_t channels, int64_t, int64_t, std::array<bool, 3> mask) {
+  const auto parameter = [&](bool wanted) {
+    return wanted ? (weight && weight->defined() ? at::empty_like(*weight) : statistics(input, {channels})) : Tensor();
+  };
+  return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+}
+
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("convolution", TORCH_FN(convolution));
+  m.impl("convolution_backward", TORCH_FN(convolution_backward));
+  m.impl("native_batch_norm", TORCH_FN(batch_norm));
+  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward));
+  m.impl("native_layer_norm", TORCH_FN(layer_norm));
+  m.impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
+  m.impl("native_group_norm", TORCH_FN(group_norm));
+  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
+}
+
+}  // namespace
+
+void count_meta_allocations() {
+  static CountingAllocator* allocator = [] {
+    auto* a = new CountingAllocator;  // never destroyed: tensors may die after static objects
+    c10::SetAllocator(c10::kMeta, a, /*priority=*/1);
+    return a;
+  }();
+  (void)allocator;
+}
+
+}  // namespace tsmem
