@@ -27,6 +27,8 @@ struct Options {
 };
 
 void check_files(const Options& o) {
+  if (!o.run.json.empty() && o.run.json != "-" && !o.run.json.starts_with("/dev/"))
+    check_output(o.run.json, /*force=*/true);
   if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
     throw Error(kUsage, "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
   if (o.plot.ends_with(".png")) require_png();

@@ -34,6 +34,19 @@ struct Options {
   bool undo = false, explain = false, dry_run = false, force = false;
 };
 
+std::vector<int64_t> parse_batch_sizes(const std::string& text) {
+  std::vector<int64_t> sizes;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const bool number = !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
+    if (!number || std::stoll(part) == 0)
+      throw Error(kUsage, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
+    sizes.push_back(std::stoll(part));
+  }
+  if (sizes.empty()) throw Error(kUsage, "--batch-sizes '' is no list of batch sizes: write 32,64,128.");
+  return sizes;
+}
+
 // Sets the level to plan where another option implies it.
 void settle_level(Options& o, const CLI::App& app) {
   const auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
@@ -49,6 +62,10 @@ void settle_level(Options& o, const CLI::App& app) {
     if (given(name) && o.level != "plan") throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
     throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
+  // Before the work, not after it.
+  if (given("--budget")) parse_size(o.budget, "--budget", 1 << 20);
+  if (given("--fit")) parse_size(o.fit, "--fit", 0);
+  if (given("--batch-sizes")) parse_batch_sizes(o.batch_sizes);
   if (o.level != "plan") return;
   if (!given("--budget") && !given("--fit"))
     throw Error(kUsage, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
@@ -65,6 +82,8 @@ void refuse_conflicts(const Options& o, const CLI::App& app) {
 }
 
 void check_files(const Options& o) {
+  if (!o.json_file.empty() && o.json_file != "-" && !o.json_file.starts_with("/dev/"))
+    check_output(o.json_file, /*force=*/true);
   if (o.output.empty()) {
     if (!o.dry_run) throw Error(kUsage, "Name the output with -o OUT.pt, or use --dry-run.");
   } else {
@@ -193,18 +212,6 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
-std::vector<int64_t> parse_batch_sizes(const std::string& text) {
-  std::vector<int64_t> sizes;
-  std::istringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
-    const bool number = !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
-    if (!number || std::stoll(part) == 0)
-      throw Error(kUsage, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
-    sizes.push_back(std::stoll(part));
-  }
-  return sizes;
-}
-
 // Rewrites file.module by a plan, and says in `predicted` what it needs.
 RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file, json& predicted) {
   const auto method = o.rewrite.method.empty() ? std::string("forward") : o.rewrite.method;
@@ -213,10 +220,6 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
   options.method = method;
   options.device = o.device;
   const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
-  // Before the work, not after it.
-  if (!o.budget.empty()) parse_size(o.budget, "--budget", 1 << 20);
-  if (!o.fit.empty()) parse_size(o.fit, "--fit", 0);
-  parse_batch_sizes(o.batch_sizes);
   Planned planned(o.model, file.module, o.rewrite, inputs, options);
   Planner& planner = *planned.planner;
   const auto& original = planner.original();
@@ -257,7 +260,7 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
       return always + batches.peak(batch) + static_cast<int64_t>(input_each * static_cast<double>(batch));
     };
     json sizes = json::array();
-    for (int64_t b : parse_batch_sizes(o.batch_sizes))
+    for (int64_t b : o.batch_sizes.empty() ? std::vector<int64_t>() : parse_batch_sizes(o.batch_sizes))
       sizes.push_back({{"batch", b}, {"peak_bytes", batches.peak(b)}, {"total_bytes", total(b)}});
     predicted["weights_bytes"] = weights;
     predicted["gradient_and_optimizer_bytes"] = always - weights;

@@ -207,7 +207,12 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
   offer(
       out, {input, weight, cast.defined() ? Tensor() : value_or_undefined(b)},
-      [args, cast](std::vector<Tensor>& from, const std::vector<bool>&) {
+      [args, cast, version = cast.defined() ? cast._version() : 0](std::vector<Tensor>& from,
+                                                                   const std::vector<bool>&) {
+        TORCH_CHECK(
+            !cast.defined() || cast._version() == version,
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            "bias of a convolution that is run again in backward");
         return Conv::forward_of(from[0], from[1], optional(cast.defined() ? cast : from[2]), args,
                                 [&](const Tensor& part, const Tensor& w, const OptTensor& bias) {
                                   const Tensor x =

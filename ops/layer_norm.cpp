@@ -99,7 +99,7 @@ Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
 
 bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
   return needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)) && plain(x) && x.numel() > 0 &&
-         x.device().is_cpu() && fits(x, weight) && fits(x, bias);
+         (x.is_cpu() || x.is_meta()) && fits(x, weight) && fits(x, bias);
 }
 
 Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,

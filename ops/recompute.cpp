@@ -26,8 +26,10 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;      // cheap recipes in a row
-  bool dear = false;  // made once in a pass of backward
+  int depth = 1;       // cheap recipes in a row
+  int dear_depth = 0;  // dear ones in a row
+  bool dear = false;   // made once in a pass of backward
+  bool view = false;   // of the only source
   mutable std::mutex mutex;
   mutable Tensor made;  // of a dear one: the output, until its own op's backward
 };
@@ -36,6 +38,8 @@ namespace {
 
 // A chain of residual blocks is made again from its first one: its cost grows with the square of its length.
 constexpr int kLongestChain = 8;
+// Dear ones are made once each, but every user holds all that a chain starts from.
+constexpr int kLongestDearChain = 100;
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
 
 // What is known of a node's first output while the node lives.
@@ -159,6 +163,11 @@ size_t place(const Recipe& recipe, size_t next, Visited& first) {
   return next;
 }
 
+// Whether what it makes is nobody else's memory: a dear one is held for others.
+bool own_memory(const Recipe& recipe) {
+  return !recipe.dear && (!recipe.view || own_memory(*recipe.sources[0].recipe));
+}
+
 Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first) {
   std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
   if (recipe->dear) {
@@ -169,7 +178,7 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
   std::vector<bool> spare;
   const Tensor* leaf = leaves + first.at(recipe.get());
   for (const Source& s : recipe->sources) {
-    spare.push_back(s.recipe && !s.recipe->dear);
+    spare.push_back(s.recipe && own_memory(*s.recipe));
     operands.push_back(s.recipe ? make_again(s.recipe, leaves, first) : *leaf++);
   }
   Tensor made = recipe->make(operands, spare);
@@ -199,7 +208,8 @@ void drop_own_output() {
 RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const Tensor whole = owner(t);
   const auto known = known_of(whole);
-  if (!known || !known->recipe || known->recipe->depth > kLongestChain || whole._version() != known->version)
+  if (!known || !known->recipe || known->recipe->depth > kLongestChain ||
+      known->recipe->dear_depth > kLongestDearChain || whole._version() != known->version)
     return nullptr;
   Visited visited;
   if (!collect(*known->recipe, leaves, visited)) return nullptr;
@@ -214,6 +224,8 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   auto view = std::make_shared<Recipe>();
   view->sources.push_back({known->recipe, std::nullopt});
   view->depth = known->recipe->depth;
+  view->dear_depth = known->recipe->dear_depth;
+  view->view = true;
   view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
                 whole_strides = whole.strides().vec(),
                 whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
@@ -294,6 +306,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       if (!kept) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         if (!recipe->dear) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+        recipe->dear_depth = std::max(recipe->dear_depth, s.recipe->dear_depth + recipe->dear);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();

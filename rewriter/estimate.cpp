@@ -136,7 +136,82 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const
   return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
 }
 
+Tensor hardtanh_backward(const Tensor& grad, const Tensor&, const at::Scalar&, const at::Scalar&) {
+  return at::empty_like(grad);
+}
+
+Tensor like_first(const Tensor& grad, const Tensor&) { return at::empty_like(grad); }
+
+Tensor& where_out(const Tensor& condition, const Tensor& a, const Tensor& b, Tensor& out) {
+  out.resize_(at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes())));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> dropout(const Tensor& input, double, std::optional<bool>) {
+  return {at::empty_like(input), at::empty_like(input, input.options().dtype(at::kBool))};
+}
+
+Tensor dropout_backward(const Tensor& grad, const Tensor&, double) { return at::empty_like(grad); }
+
+Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t, bool, bool) {
+  auto sizes = indices.sizes().vec();
+  sizes.push_back(weight.size(1));
+  return at::empty(sizes, weight.options());
+}
+
+Tensor embedding_dense_backward(const Tensor& grad, const Tensor&, int64_t rows, int64_t, bool) {
+  return at::empty({rows, grad.size(-1)}, grad.options());
+}
+
+Tensor same(const Tensor& x) { return at::empty_like(x); }
+
+Tensor adaptive_avg_pool(const Tensor& x, c10::SymIntArrayRef size) {
+  auto sizes = x.sizes().vec();
+  for (size_t i = 0; i < size.size(); ++i) sizes[sizes.size() - size.size() + i] = size[i].expect_int();
+  return at::empty(sizes, x.options(), x.suggest_memory_format());
+}
+
+Tensor adaptive_avg_pool_backward(const Tensor&, const Tensor& x) { return at::empty_like(x); }
+
+// The CPU's attention, which keeps its operands, its output and a number a row.
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& q, const Tensor&, const Tensor& v, double, bool,
+                                           const OptTensor&, std::optional<double>) {
+  const auto heads = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
+  return {heads, statistics(q, {q.size(0), q.size(1), q.size(2)})};
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(const Tensor&, const Tensor& q, const Tensor& k,
+                                                            const Tensor& v, const Tensor&, const Tensor&, double, bool,
+                                                            const OptTensor&, std::optional<double>) {
+  return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask, double dropout, bool causal,
+                 std::optional<double> scale, bool) {
+  const bool flash = dropout == 0 && q.dim() == 4 && (!mask || !mask->requires_grad()) && q.size(3) == v.size(3);
+  if (flash) return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, causal, mask, scale));
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradMeta, m) { m.impl("scaled_dot_product_attention", TORCH_FN(attention)); }
+
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("scaled_dot_product_attention", TORCH_FN(attention));
+  m.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
+  m.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
+  m.impl("relu", TORCH_FN(same));
+  m.impl("hardswish", TORCH_FN(same));
+  m.impl("_adaptive_avg_pool2d", TORCH_FN(adaptive_avg_pool));
+  m.impl("_adaptive_avg_pool2d_backward", TORCH_FN(adaptive_avg_pool_backward));
+  m.impl("_adaptive_avg_pool3d", TORCH_FN(adaptive_avg_pool));
+  m.impl("_adaptive_avg_pool3d_backward", TORCH_FN(adaptive_avg_pool_backward));
+  m.impl("hardtanh_backward", TORCH_FN(hardtanh_backward));
+  m.impl("hardswish_backward", TORCH_FN(like_first));
+  m.impl("where.self_out", TORCH_FN(where_out));
+  m.impl("native_dropout", TORCH_FN(dropout));
+  m.impl("native_dropout_backward", TORCH_FN(dropout_backward));
+  m.impl("embedding", TORCH_FN(embedding));
+  m.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
   m.impl("convolution", TORCH_FN(convolution));
   m.impl("convolution_backward", TORCH_FN(convolution_backward));
   m.impl("native_batch_norm", TORCH_FN(batch_norm));

@@ -4,7 +4,6 @@
 #include <c10/util/Logging.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
@@ -33,6 +32,9 @@ constexpr double kFlopsPerSecond = 1e11, kBytesPerSecond = 1e10;
 // How often forward and backward of a cheap operator pass over its output's bytes: stock's norm and activation, and
 // ours, which are one operator.
 constexpr double kStockPasses = 9, kPasses = 7;
+
+// Sizes that the solver can do.
+constexpr size_t kMostColumns = 20000, kMostRows = 600;
 
 double median(std::vector<double> v) {
   std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
@@ -261,7 +263,7 @@ void Planner::Impl::set_up() {
     for (const auto& v : plain.values) held_in_base.push_back(!v.storage.expired());
   });
   // In turns: what else the machine does then slows both.
-  std::vector<double> stock, ratios;
+  std::vector<double> stock, ratios, forward;
   double spent = 0;
   for (int i = 0; i < 9 && (i < 3 || spent < 6); ++i) {
     say(fmt::format("planning: timing step {}", i + 1));
@@ -270,6 +272,7 @@ void Planner::Impl::set_up() {
     stock.push_back(original_step->forward_seconds + original_step->backward_seconds);
     const double ours = step->forward_seconds + step->backward_seconds;
     ratios.push_back(ours / stock.back());
+    forward.push_back(step->forward_seconds);
     spent += stock.back() + ours;
   }
   Journal none;
@@ -278,6 +281,7 @@ void Planner::Impl::set_up() {
   original_step.reset();
   original = {m.peak, m.kept, median(stock)};
   base_seconds = median(ratios) * original.seconds;
+  const double base_forward = median(forward);
   if (options.estimate) {
     double flops = 0, bytes = 0;
     for (const auto& v : plain.values)
@@ -350,9 +354,11 @@ void Planner::Impl::set_up() {
     site_seconds[v.site] += v.dear ? v.seconds + operands : v.seconds * static_cast<double>(makes[i]);
     site_flops[v.site] += v.dear ? v.flops : static_cast<double>(v.bytes / 4 * static_cast<int64_t>(makes[i]));
   }
-  if (getenv("TSMEM_DEBUG"))
-    fmt::print(stderr, "sites {} values {} slots {} first {} same {} held {}\n", n, values.size(), slots,
-               first_backward, same, held.size());
+  // All of them were made in forward, which sets how long they can take; alone, small ones seem to take longer.
+  double alone = 0;
+  for (const Value& v : values) alone += v.seconds;
+  if (!options.estimate && alone > base_forward)
+    for (double& s : site_seconds) s *= base_forward / alone;
   correction.assign(slots, 0);
   tried.push_back({base_again, base, base_seconds});
 }
@@ -361,20 +367,22 @@ double Planner::Impl::predicted_seconds(const std::vector<bool>& again) const {
   double t = base_seconds;
   for (size_t s = 0; s < sites.size(); ++s)
     if (used[s]) t += site_seconds[s] * (static_cast<int>(again[s]) - static_cast<int>(base_again[s]));
-  return t;
+  // Where steps are short, timings are rough.
+  return std::max(t, base_seconds / 2);
 }
 
 namespace {
 
 // need[v][t]: the backward of slot `first + t` reads v, or something that is made from it. `again`: the choice; empty:
-// whatever is chosen.
+// whatever is chosen. `window`: only what is made at most so many slots before its own op's backward.
 std::vector<std::vector<char>> needs(const std::vector<Value>& values, size_t first, size_t slots,
-                                     const std::vector<bool>& again) {
+                                     const std::vector<bool>& again, size_t window) {
   const size_t backward = slots - first;
   std::vector<std::vector<char>> need(values.size(), std::vector<char>(backward));
   for (size_t i = values.size(); i-- > 0;) {
     const Value& v = values[i];
     auto& own = need[i];
+    for (size_t t = 0; first + t + window < static_cast<size_t>(v.end); ++t) own[t] = 0;
     for (int t : v.direct) own[t - first] = 1;
     // What was made once stays until it is not needed any more.
     if (v.dear)
@@ -391,7 +399,7 @@ std::vector<std::vector<char>> needs(const std::vector<Value>& values, size_t fi
 
 std::vector<double> Planner::Impl::predicted_slots(const std::vector<bool>& again) const {
   const size_t slots = base.slots.size();
-  const auto need = needs(values, first_backward, slots, again);
+  const auto need = needs(values, first_backward, slots, again, slots);
   std::vector<double> live;
   for (size_t t = 0; t < slots; ++t) live.push_back(static_cast<double>(base.slots[t].peak + correction[t]));
   for (size_t i = 0; i < values.size(); ++i) {
@@ -422,7 +430,9 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
   std::vector<std::vector<std::pair<int, double>>> live(slots);  // terms of each slot's bytes, in MiB
   std::vector<double> constant(slots);
   for (size_t t = 0; t < slots; ++t) constant[t] = static_cast<double>(base.slots[t].peak + correction[t]) / kMiB;
-  const auto need = needs(values, first_backward, slots, {});
+  // Long chains of what is made from each other are left out where there would be too many columns.
+  const size_t window = std::max<size_t>(4, kMostColumns / std::max<size_t>(1, values.size()));
+  const auto need = needs(values, first_backward, slots, {}, window);
   // The column that says that a value must be there in a slot. -1: it must, whatever is chosen.
   std::vector<std::map<size_t, int>> there(values.size());
   for (size_t i = values.size(); i-- > 0;) {
@@ -460,6 +470,24 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
         p.rows.push_back(std::move(row));
       }
     }
+    // Where the window ends: not made there, so whoever is made from it is kept, or it is itself.
+    if (!v.fixed)
+      for (int w : v.users) {
+        const Value& user = values[w];
+        if (user.fixed) continue;
+        for (const auto& [t, column] : there[w]) {
+          if (there[i].count(t) || t >= static_cast<size_t>(v.end)) continue;
+          Milp::Row row{{}, -1};
+          const auto add = [&](int c) {
+            if (c >= 0) row.entries.emplace_back(c, 1);
+            if (c >= 0) row.limit += 1;
+          };
+          add(column);
+          add(user.site >= 0 ? x[user.site] : -1);
+          if (choice && (user.site < 0 || x[user.site] != x[v.site])) add(x[v.site]);
+          if (!row.entries.empty()) p.rows.push_back(std::move(row));
+        }
+      }
     if (!choice) continue;
     for (size_t t = 0; t < slots && t < static_cast<size_t>(v.end); ++t) {
       const bool forward = t < first_backward;
@@ -475,7 +503,11 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
       }
     }
   }
+  const size_t group = (slots + kMostRows - 1) / kMostRows;
   for (size_t t = 0; t < slots; ++t) {
+    // Of a very long step the highest slot of each group.
+    const size_t begin = t / group * group, end = std::min(begin + group, slots);
+    if (std::max_element(&constant[begin], &constant[0] + end) != &constant[t]) continue;
     std::map<int, double> sum;
     for (const auto& [column, coefficient] : live[t]) sum[column] += coefficient;
     if (!budget) sum[peak] -= 1;
@@ -496,9 +528,6 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
   ++solves;
   if (!s.found) return std::nullopt;
   if (gap) *gap = s.gap / base_seconds;
-  if (getenv("TSMEM_DEBUG"))
-    fmt::print(stderr, "columns {} rows {} solve {:.2f} gap {:.4f}\n", p.columns.size(), p.rows.size(),
-               std::chrono::duration<double>(Clock::now() - start).count(), s.gap / base_seconds);
   std::vector<bool> again = base_again;
   for (size_t i = 0; i < n; ++i)
     if (x[i] >= 0) again[i] = s.values[x[i]] > 0.5;
@@ -563,24 +592,22 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
   run.train = options.train;
   impl_->original_step = std::make_unique<TrainingStep>(original, inputs, run);
   impl_->step = std::make_unique<TrainingStep>(module, inputs, run);
-  impl_->set_up();
+  try {
+    impl_->set_up();
+  } catch (const Error& e) {
+    const std::string text = e.what();
+    const auto end = text.find(": attempted to run this operator with Meta"), begin = text.rfind("aten::", end);
+    if (!options.estimate) throw;
+    throw Error(kBadInput, fmt::format("This model can't be estimated from shapes alone ({}); leave --estimate out.",
+                                       end == std::string::npos || begin == std::string::npos
+                                           ? text
+                                           : text.substr(begin, end - begin) + " has no shape function"));
+  }
 }
 
 Planner::~Planner() = default;
 
 PlanPoint Planner::smallest() {
-  const auto show = [&](const Impl::Tried& t) {
-    if (!getenv("TSMEM_DEBUG")) return;
-    for (size_t i = 0; i < impl_->values.size(); ++i) {
-      auto& v = impl_->values[i];
-      fmt::print(stderr, "value {} {} {} {:.1f} MiB fixed {} again {} direct {} end {}\n", i,
-                 v.site >= 0 ? impl_->sites[v.site].module : "-", v.site >= 0 ? impl_->sites[v.site].op : "-",
-                 v.bytes / kMiB, v.fixed, v.site >= 0 ? int(t.again[v.site]) : 1, fmt::join(v.direct, ","), v.end);
-    }
-    for (size_t k = 0; k < t.measured.slots.size(); ++k)
-      fmt::print(stderr, "slot {} at {} {} {:.1f}\n", k, t.measured.slots[k].at, t.measured.slots[k].backward,
-                 t.measured.slots[k].peak / kMiB);
-  };
   for (int i = 0; i < 4; ++i) {
     impl_->say("planning: the smallest budget");
     const auto choice = impl_->choose(std::nullopt, nullptr);
@@ -592,7 +619,6 @@ PlanPoint Planner::smallest() {
   const Impl::Tried* least = nullptr;
   for (const auto& t : impl_->tried)
     if (!least || t.measured.peak < least->measured.peak) least = &t;
-  show(*least);
   return impl_->point(*least, least->measured.peak, 0);
 }
 
@@ -626,10 +652,12 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
   for (int i = 0; i < count; ++i)
     budgets.push_back(count == 1 ? least : least + (std::max(largest, least) - least) * i / (count - 1));
   // A plan that was found for one budget serves all larger ones, so all are made before any is chosen.
-  std::map<int64_t, double> gaps;
-  for (int64_t b : budgets) gaps[b] = plan(b).gap;
+  std::vector<double> gaps;
+  for (int64_t b : budgets) gaps.push_back(plan(b).gap);
+  for (const auto& t : impl_->tried) budgets[0] = std::min(budgets[0], t.measured.peak);
   std::vector<PlanPoint> points;
-  for (int64_t b : budgets) points.push_back(impl_->point(*impl_->best(b), b, gaps[b]));
+  for (size_t i = 0; i < budgets.size(); ++i)
+    points.push_back(impl_->point(*impl_->best(budgets[i]), budgets[i], gaps[i]));
   return points;
 }
 

@@ -109,6 +109,7 @@ def test_every_command_reads_models_with_the_same_care(tmp_path, model):
     fails(3, "inspect", bad, says="bad.pt")
     fails(3, "profile", bad, "--input", SPEC, says="bad.pt")
     fails(3, "verify", model, bad, "--input", SPEC, says="bad.pt")
+    fails(3, "plan", bad, "--input", SPEC, says="bad.pt")
 
 
 def test_unreadable_model(tmp_path, model):
@@ -290,6 +291,8 @@ def test_no_output_named(model):
         (["--module", "layer9"], "layer9"),
         (["--freeze", "layer9.*"], "layer9.*"),
         (["--level", "ops", "--budget", "1GiB"], "exclude each other"),
+        (["--level", "plan"], "--budget"),
+        (["--budget", "1GiB"], "--input"),
         (["--level", "ops", "--checkpoint", "block1"], "exclude each other"),
         (["--restore", "--only", "bn-act"], "exclude each other"),
     ],

@@ -238,3 +238,155 @@ def test_scripted_and_partial_gradients():
     (only,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     both = torch.autograd.grad(y.sum(), (x, w))
     assert torch.equal(only, both[0])
+
+
+# Large ones, which run by parts of the batch.
+
+
+class Layer(torch.nn.Module):
+    """One op, with parameters that allocator.memory() finds."""
+
+    def __init__(self, op, w, b, args):
+        super().__init__()
+        self.w, self.b = torch.nn.Parameter(w), None if b is None else torch.nn.Parameter(b)
+        self.op, self.args = op, args
+
+    def forward(self, x):
+        return self.op(x, self.w, self.b, *self.args)
+
+
+def ran(f):
+    """f(), and how many convolutions and backward convolutions ran in it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        result = f()
+    names = [e.name for e in profile.events()]
+    return result, names.count("aten::convolution"), names.count("aten::convolution_backward")
+
+
+LARGE = {  # op, weight, arguments, input without its batch
+    "conv2d": ("conv2d", (32, 16, 3, 3), ([1, 1], [1, 1]), (16, 128, 130)),
+    "strided, of groups": ("conv2d", (32, 16, 3, 3), ([2, 1], [1, 1], [1, 1], 2), (32, 160, 130)),
+    "conv1d": ("conv1d", (32, 16, 5), ([1], [2]), (16, 16384)),
+    "conv3d": ("conv3d", (16, 16, 1, 3, 3), ([1, 1, 1], [0, 1, 1]), (16, 12, 44, 48)),
+    "transposed": ("conv_transpose2d", (32, 16, 2, 2), ([2, 2],), (32, 64, 66)),
+    "transposed, of groups": ("conv_transpose2d", (32, 8, 3, 3), ([2, 2], [1, 1], [1, 1], 2), (32, 64, 66)),
+}
+
+
+def layers(name, dtype=torch.float32, bias=True):
+    """Ours, stock, and an input just over the limit of 16 MiB."""
+    op, weight, args, shape = LARGE[name]
+    w = torch.randn(weight, dtype=dtype) / 8
+    groups = args[3] if len(args) > 3 else 1
+    b = torch.randn(groups * weight[1] if op.startswith("conv_transpose") else weight[0], dtype=dtype) if bias else None
+    ours, stock = (Layer(overload(o, op), w, b, args) for o in (torch.ops.tsmem, torch.ops.aten))
+    one = torch.randn(1, *shape, dtype=dtype)
+    with torch.no_grad():
+        each = one.nbytes + stock(one).nbytes
+    batch = -(-(16 << 20) // each)
+    return ours, stock, torch.randn(batch, *shape, dtype=dtype, requires_grad=True)
+
+
+def compare(ours, stock, x, cotangent=None):
+    y, z = ours(x), stock(x)
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-4}[x.dtype]
+    torch.testing.assert_close(y, z, rtol=tolerance / 10, atol=tolerance / 10)
+    g = torch.randn_like(z) if cotangent is None else cotangent(z)
+    inputs = [x] * x.requires_grad
+    found = torch.autograd.grad(y, [*inputs, *ours.parameters()], g)
+    for a, e in zip(found, torch.autograd.grad(z, [*inputs, *stock.parameters()], g)):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * float(e.abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("dtype,bias", ((torch.float32, True), (torch.float64, False)))
+@pytest.mark.parametrize("name", LARGE)
+def test_by_parts(name, dtype, bias):
+    ours, stock, x = layers(name, dtype, bias)
+    _, forward, backward = ran(lambda: ours(x).sum().backward())
+    assert forward == backward == 2
+    compare(ours, stock, x)
+    x = x.detach()  # as the first layer's
+    compare(ours, stock, x)
+    with torch.no_grad():
+        less = x[:-1].contiguous()
+        assert ran(lambda: ours(less))[1] == 1 and torch.equal(ours(less), stock(less))
+
+
+@pytest.mark.parametrize("padding", ("same", "valid"))
+@pytest.mark.parametrize("kernel", ((3, 3), (2, 4)))
+def test_string_padding_by_parts(kernel, padding):
+    args = ([1, 1], padding)
+    w, b = torch.randn(32, 16, *kernel), torch.randn(32)
+    ours, stock = (Layer(op.conv2d.padding, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
+    x = torch.randn(7, 16, 128, 130, requires_grad=True)
+    assert ran(lambda: ours(x).sum().backward())[1:] == (2, 2)
+    compare(ours, stock, x)
+
+
+def test_parts_of_operands_with_gaps():
+    """An input and a gradient that are a part of a larger tensor's channels, as those of a concatenation are."""
+    ours, stock, x = layers("conv2d")
+    whole = torch.cat([x.detach(), x.detach()], 1)
+    x = whole.narrow(1, 8, 16).requires_grad_()
+    assert ran(lambda: ours(x).sum().backward())[1:] == (2, 2)
+    compare(ours, stock, x)
+    compare(ours, stock, x, lambda z: torch.randn_like(torch.cat([z, z], 1)).narrow(1, 5, z.size(1)))
+    compare(ours, stock, x, lambda z: torch.ones(1).expand_as(z))
+
+
+def test_single_samples_are_not_cut():
+    ours, stock, x = layers("conv2d")
+    x = torch.randn(16, 360, 360, requires_grad=True)
+    assert ran(lambda: ours(x))[1] == 1
+    compare(ours, stock, x)
+
+
+def test_frozen_parts():
+    ours, stock, x = layers("conv2d")
+    for name in ("w", "b"):
+        for layer in (ours, stock):
+            for n in ("w", "b"):
+                getattr(layer, n).requires_grad_(n != name)
+        y, z = ours(x), stock(x)
+        wanted = [[x] + [q for q in m.parameters() if q.requires_grad] for m in (ours, stock)]
+        g = torch.randn_like(z)
+        for a, e in zip(torch.autograd.grad(y, wanted[0], g), torch.autograd.grad(z, wanted[1], g)):
+            torch.testing.assert_close(a, e, rtol=2e-4, atol=2e-4 * float(e.abs().max()))
+
+
+def test_parts_are_differentiable():
+    ours, stock, x = layers("conv2d")
+    found = []
+    for layer in (ours, stock):
+        g = torch.autograd.grad(layer(x).square().mean(), (x, layer.w), create_graph=True)
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in g), (x, layer.w, layer.b)))
+    for a, e in zip(*found):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4 * float(e.abs().max()))
+
+
+def test_channels_last_is_not_cut():
+    ours, stock, x = layers("conv2d")
+    x = torch.randn(12, 16, 128, 130).to(memory_format=torch.channels_last).requires_grad_()
+    assert ran(lambda: ours(x).sum().backward())[1:] == (1, 1)
+    assert ours(x).is_contiguous(memory_format=torch.channels_last)
+    compare(ours, stock, x)
+
+
+def test_parts_made_again():
+    ours, _, x = layers("conv2d")
+
+    def run(r):
+        return torch.ops.tsmem.act(torch.ops.tsmem.conv2d(x, ours.w, ours.b, [1, 1], [1, 1], [1, 1], 1, r), "silu", [], r)
+
+    (kept, again) = (torch.autograd.grad(run(r).square().sum(), (x, ours.w, ours.b)) for r in (0, 1))
+    assert_equal(again, kept)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_parts_need_less_memory(name):
+    from allocator import memory
+
+    ours, stock, x = layers(name)
+    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, stock))
+    assert a.peak < 0.95 * b.peak and a.saved <= b.saved

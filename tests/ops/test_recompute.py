@@ -425,3 +425,446 @@ def test_scripted_four_calls():
     expected = torch.autograd.grad(M()(x, *p[:3]).square().sum(), [x, *p[:3]])
     for _ in range(4):
         assert_equal(torch.autograd.grad(m(x, *p[:3]).square().sum(), [x, *p[:3]]), expected)
+
+
+# Dear outputs: of convolutions and linear layers.
+
+MANY = (2, 8, 16, 16)
+
+
+def dear(x, w, recompute):
+    return ops.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, recompute)
+
+
+def blocks(x, p, again):
+    """conv-bn-relu, then conv-bn-add-silu on it, twice; again: whether each output is made again, two a block."""
+    for i in range(len(again) // 2):
+        w, g, b = p[3 * i : 3 * i + 3]
+        y = dear(x, w, again[2 * i])
+        if i % 2:
+            x = ops.batch_norm_add_act(y, g, b, *BN, x, "silu", [], again[2 * i + 1])
+        else:
+            x = ops.batch_norm_act(y, g, b, *BN, "relu", [], again[2 * i + 1])
+    return x
+
+
+def all_again(x, p, recompute):
+    return blocks(x, p, [int(recompute)] * 8)
+
+
+def convolutions(f):
+    """f(), and how many convolutions ran in it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        result = f()
+    return result, sum(e.name == "aten::convolution" for e in profile.events())
+
+
+def bytes_left(f):
+    """Bytes that are allocated in f() and not released by its end, without its result's."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        result = f()
+    return sum(e.self_cpu_memory_usage for e in profile.events()) - sum(t.nbytes for t in result)
+
+
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
+@pytest.mark.parametrize("size", (7, 16, 21))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dear_same_bits(dtype, size, layout):
+    p = [t.detach().to(dtype).requires_grad_() for t in parameters()]
+    x = torch.randn(3, 8, size, size).to(dtype).to(memory_format=layout).requires_grad_()
+    for _ in range(2):
+        assert_equal(gradients(x, p, True, all_again), gradients(x, p, False, all_again))
+
+
+def test_every_choice():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    expected = gradients(x, p[:9], None, lambda x, p, _: blocks(x, p, [0] * 6))
+    for bits in range(64):
+        again = [7 if bits >> i & 1 else -7 * (i % 2) for i in range(6)]  # any positive number; 0 and negative ones keep
+        assert_equal(gradients(x, p[:9], None, lambda x, p, _: blocks(x, p, again)), expected)
+
+
+@pytest.mark.parametrize("frozen", range(6))
+def test_dear_partly_frozen(frozen):
+    p = parameters()
+    for i in range(frozen, 12, 6):
+        p[i].requires_grad_(False)
+    for needs in (False, True):
+        x = torch.randn(*MANY, dtype=torch.float64, requires_grad=needs)
+        assert_equal(gradients(x, p, True, all_again), gradients(x, p, False, all_again))
+
+
+def kinds(d):
+    """name -> how to call each op of d dimensions with (input, weight, bias, recompute), and whether it's transposed."""
+    one, two, zero = [1] * d, [2] * d, [0] * d
+    conv = getattr(ops, f"conv{d}d")
+    transpose = getattr(ops, f"conv_transpose{d}d")
+    transpose = transpose.default if d == 1 else transpose.input
+    flags = [False, False, True]
+    return {
+        "plain": (lambda x, w, b, r: conv.default(x, w, b, one, one, one, 2, r), False),
+        "strided": (lambda x, w, b, r: conv.default(x, w, b, two, two, two, 2, r), False),
+        "same": (lambda x, w, b, r: conv.padding(x, w, b, one, "same", one, 2, r), False),
+        "valid": (lambda x, w, b, r: conv.padding(x, w, b, two, "valid", one, 2, r), False),
+        "transposed": (lambda x, w, b, r: transpose(x, w, b, two, one, one, 2, one, r), True),
+        "_convolution": (lambda x, w, b, r: ops._convolution(x, w, b, one, one, one, False, zero, 2, *flags, True, r), False),
+        "_convolution, transposed": (lambda x, w, b, r: ops._convolution(x, w, b, two, one, one, True, one, 2, *flags, True, r), True),
+        "_convolution.deprecated": (lambda x, w, b, r: ops._convolution.deprecated(x, w, b, two, one, one, False, zero, 2, *flags, r), False),
+    }
+
+
+@pytest.mark.parametrize("name", kinds(2))
+@pytest.mark.parametrize("d", (1, 2, 3))
+def test_every_convolution(d, name):
+    """Numbers, and bytes: the output of the convolution is not kept. A kernel of 2 makes the padding 'same' asymmetric."""
+    op, transposed = kinds(d)[name]
+    torch.manual_seed(0)
+    x, g = torch.randn([3, 4] + {1: [900], 2: [31, 29], 3: [9, 11, 10]}[d], dtype=torch.float64), None
+    w = torch.randn(([4, 4] if transposed else [8, 2]) + [2, 3, 2][:d], dtype=torch.float64) / 4
+    for needs_x, needs_w, bias in ((True, True, True), (True, True, False), (False, True, True), (True, False, True)):
+        inputs = [x.requires_grad_(needs_x), w.requires_grad_(needs_w), torch.randn(8, dtype=torch.float64, requires_grad=True) if bias else None]
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        for sample in (inputs[0], inputs[0][0]):
+            if sample.dim() == d + 1 and name.startswith("_"):
+                continue  # takes no single sample
+
+            def run(r):
+                return ops.act(op(sample, *inputs[1:], r), "silu", [], r)
+
+            g = torch.randn(run(0).shape, dtype=torch.float64)
+            expected = [run(0).detach(), *torch.autograd.grad(run(0), wanted, g)]
+            for r in (1, 3, -1):
+                assert_equal([run(r).detach(), *torch.autograd.grad(run(r), wanted, g)], expected)
+        if needs_x and needs_w:  # batched: a single sample's batch is nobody's but the convolution's
+            sample = inputs[0]
+            kept, again = (live_bytes(lambda: run(r)) for r in (-1, 1))
+            assert kept - again > 0.9 * run(0).nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", (False, True))
+def test_dear_linear(bias, dtype):
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 30, 24).to(dtype).requires_grad_(), [(torch.randn(24, 24) / 5).to(dtype).requires_grad_() for _ in range(3)]
+    b = torch.randn(24).to(dtype).requires_grad_() if bias else None
+
+    def run(r):
+        y = x
+        for i in range(3):
+            y = ops.act(ops.linear(y, w[i], b, r), "gelu", [], r)
+        return y
+
+    grads = [torch.autograd.grad(run(r).square().sum(), [x, *w] + [b] * bias) for r in (1, 0)]
+    assert_equal(*grads)
+    assert live_bytes(lambda: run(1)) < 1024 < 5 * x.nbytes <= live_bytes(lambda: run(0))
+
+
+def test_dear_is_not_kept():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    unit = x.nbytes
+    assert live_bytes(lambda: all_again(x, p, False)) > 6.9 * unit
+    assert live_bytes(lambda: all_again(x, p, True)) < 0.3 * unit
+    outputs = []
+
+    def run(r):
+        y = dear(x, p[0], r)
+        outputs.append(weakref.ref(y))
+        return ops.batch_norm_act(y, p[1], p[2], *BN, "relu", [], r)
+
+    for r in (False, True):
+        z = run(r)
+        gc.collect()
+        assert (outputs[-1]() is None) == r
+        del z
+
+
+def test_made_once_in_a_pass():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def run(r):
+        y = dear(x, p[0], r)
+        a = ops.batch_norm_act(y, p[1], p[2], *BN, "silu", [], r)
+        b = ops.act(y, "gelu", [], r)
+        return ops.mul(a, b, r) + dear(b, p[3], 0) + dear(a, p[6], 0) + ops.mul(y, a, r)
+
+    for retain in (True, True, False):
+        out = run(1) if retain else out
+        _, ran = convolutions(lambda: torch.autograd.grad(out.square().sum(), [x, *p[:3]], retain_graph=retain))
+        assert ran == 1
+    assert convolutions(lambda: torch.autograd.grad(run(0).square().sum(), [x, *p[:3]]))[1] == 3  # forward's
+    _, ran = convolutions(lambda: torch.autograd.grad(all_again(x, p, True).sum(), [x, *p]))
+    assert ran == 8
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), [x, *p[:3]]) for r in (1, 0)))
+
+
+def test_dear_retain_graph_and_parts():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def grads(r):
+        out = all_again(x, p, r)
+        found = [torch.autograd.grad(out.sum(), p[i:], retain_graph=True) for i in (9, 0, 4)]
+        found += [torch.autograd.grad(out.square().sum(), [x], retain_graph=True) for _ in range(2)]
+        found.append(torch.autograd.grad(out.square().sum(), p[::3]))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out.sum(), p)
+        return [g for part in found for g in part]
+
+    assert_equal(grads(True), grads(False))
+
+
+@pytest.mark.parametrize("first", (11, 6, 3, 0))
+def test_nothing_stays_after_a_part(first):
+    """What a pass has made goes with it, also where the backward of the op that made it is no part of it."""
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    out = all_again(x, p, True).sum()
+    for _ in range(2):
+        assert bytes_left(lambda: torch.autograd.grad(out, p[first:], retain_graph=True)) < 0.1 * x.nbytes
+
+
+def test_nothing_stays_after_an_error():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    y = dear(x, p[0], 1)
+
+    def refuse(g):
+        raise ValueError("no")
+
+    y.register_hook(refuse)
+    out = dear(ops.act(y, "silu", [], 1), p[3], 0).sum()
+    del y
+    expected = torch.autograd.grad(out, p[3], retain_graph=True)
+    with pytest.raises(ValueError):
+        torch.autograd.grad(out, p[:1], retain_graph=True)
+    assert_equal(torch.autograd.grad(out, p[3], retain_graph=True), expected)
+
+
+def test_two_losses_on_a_dear_trunk():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def grads(r):
+        trunk = ops.batch_norm_act(dear(x, p[0], r), p[1], p[2], *BN, "silu", [], r)
+        a, b = dear(trunk, p[3], r), dear(trunk, p[6], r)
+        a, b = (ops.act(t, "gelu", [], r) for t in (a, b))
+        first = torch.autograd.grad(a.sum(), (p[3],))  # frees its head's buffers, and none of the trunk's
+        return [*first, *torch.autograd.grad(b.square().sum(), (x, *p[:3], p[6]))]
+
+    assert_equal(grads(1), grads(0))
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_parameter_of_a_dear_chain_changed_in_place(which):
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    out = all_again(x, p, True)
+    with torch.no_grad():
+        (p + [x])[[0, 1, 2, 3, 4, 12][which]].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), p[6:])
+
+
+@pytest.mark.parametrize("kind", ("leaf", "computed"))
+@pytest.mark.parametrize("op", ("conv", "linear"))
+def test_bias_changed_in_place(op, kind):
+    """No op keeps its bias, so stock backward would not mind. One that runs again minds, or its output is not made of the new one."""
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    gradient = []
+    for r in (0, 1):
+        bias = torch.ones(8, dtype=torch.float64, requires_grad=True)
+        b = bias if kind == "leaf" else bias * 1
+        if op == "conv":
+            y = ops.conv2d(x, p[0], b, [1, 1], [1, 1], [1, 1], 1, r)
+        else:
+            y = ops.linear(x.reshape(-1, 8), p[0][:, :, 0, 0], b, r)
+        out = ops.act(y, "silu", [], r)
+        del y
+        with torch.no_grad():
+            b.mul_(3)
+        try:
+            gradient.append(torch.autograd.grad(out.sum(), p[0])[0])
+        except RuntimeError as error:
+            assert r == 1 and "modified by an inplace operation" in str(error)
+    assert len(gradient) == 1 or torch.equal(*gradient)
+
+
+def test_running_statistics_changed_in_place():
+    """In eval mode: PyTorch's error, or the gradients for the statistics that forward has read."""
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def grads(r, which):
+        statistics = [torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)]
+        z = ops.batch_norm_act(dear(x, p[0], r), p[1], p[2], *statistics, False, 0.1, 1e-5, True, "relu", [], r)
+        out = ops.act(dear(z, p[3], r), "silu", [], r)
+        del z
+        if which is not None:
+            statistics[which].add_(1)
+        return torch.autograd.grad(out.sum(), p[:4])
+
+    for which in (0, 1):
+        try:
+            assert_equal(grads(1, which), grads(0, None))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+
+
+
+VIEWS = {
+    "view": lambda y: y.view(32, 4, 6),
+    "transpose": lambda y: y.t(),
+    "part": lambda y: y[3:],
+    "itself": lambda y: y,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("user", ("mul", "add", "act"))
+def test_view_of_a_dear_output(user, view):
+    """The memory of what was made once is not overwritten by what is made from a view of it."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((32, 16), (24, 16)))
+    s = torch.randn(VIEWS[view](torch.empty(32, 24)).shape, dtype=torch.float64, requires_grad=True)
+
+    def run(r):
+        v = VIEWS[view](ops.linear(x, w, None, r))
+        m = {"mul": lambda: ops.mul(v, s, r), "add": lambda: ops.add(v, s, 1, r), "act": lambda: ops.act(v, "silu", [], r)}[user]()
+        return ops.act(m, "gelu", [], r).sum() + (ops.act(v, "gelu", [], r) * s).sum()
+
+    found = [torch.autograd.grad(run(r), (x, w, s)) for r in (1, 0)]
+    assert_equal(*found)
+
+
+def test_single_sample_of_a_dear_convolution():
+    """Its output is a view of a batch of one."""
+    p, x = parameters(), torch.randn(8, 24, 24, dtype=torch.float64, requires_grad=True)
+    s = torch.randn(8, 24, 24, dtype=torch.float64, requires_grad=True)
+
+    def run(r):
+        return dear(ops.mul(dear(x, p[0], r), s, r), p[3], r).square().sum()
+
+    assert_equal(*(torch.autograd.grad(run(r), (x, s, p[0], p[3])) for r in (1, 0)))
+
+
+def test_dear_output_changed_in_place_is_kept():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def grads(r):
+        y = dear(x, p[0], r)
+        y.mul_(2)
+        z = dear(x, p[3], r)
+        z.detach().add_(1)
+        return torch.autograd.grad(ops.act(y, "silu", [], r).sum() + ops.act(z, "gelu", [], r).square().sum(), (x, p[0], p[3]))
+
+    assert_equal(grads(1), grads(0))
+
+
+def test_dear_backward_in_another_thread():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    out, results = all_again(x, p, True).square().sum(), [None] * 3
+
+    def work(i):
+        results[i] = torch.autograd.grad(out, p, retain_graph=True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]  # at once, on one graph
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    expected = torch.autograd.grad(all_again(x, p, False).square().sum(), p)
+    for r in results:
+        assert_equal(r, expected)
+
+
+@pytest.mark.parametrize("inside", (False, True))
+def test_dear_under_autocast(inside):
+    """Backward runs outside of autocast, or inside it: the same casts either way."""
+    p = [t.detach().float().requires_grad_() for t in parameters()]
+    x = torch.randn(2, 8, 21, 21, requires_grad=True)
+    bias = [torch.randn(8, requires_grad=True) for _ in range(2)]
+
+    def grads(r):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.conv2d(x, p[0], bias[0], [1, 1], [1, 1], [1, 1], 1, r)
+            z = ops.batch_norm_act(y, p[1], p[2], *BN, "silu", [], r)
+            z = ops.batch_norm_act(dear(z, p[3], r), p[4], p[5], *BN, "relu", [], r)
+            z = ops.act(ops.linear(z.permute(0, 2, 3, 1), p[6][:, :, 0, 0], bias[1], r), "gelu", [], r)
+            out = z.float().square().sum()
+            if inside:
+                return torch.autograd.grad(out, [x, *p[:7], *bias])
+        return torch.autograd.grad(out, [x, *p[:7], *bias])
+
+    for _ in range(2):
+        assert_equal(grads(1), grads(0))
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_dear_under_torch_checkpoint(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    z = dear(x, p[0], 1)  # before, inside and after
+    z = checkpoint(lambda z: all_again(z, p, True), ops.act(z, "silu", [], 1), use_reentrant=reentrant)
+    ops.act(dear(z, p[3], 1), "gelu", [], 1).square().sum().backward()
+    actual = [t.grad.clone() for t in p]
+    z = all_again(ops.act(dear(x, p[0], 0), "silu", [], 0), p, False)
+    assert_equal(actual, torch.autograd.grad(ops.act(dear(z, p[3], 0), "gelu", [], 0).square().sum(), p))
+
+
+def test_dear_under_saved_tensor_hooks():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(all_again(x, p, False).square().sum(), p)
+    with torch.autograd.graph.save_on_cpu():
+        out = all_again(x, p, True)
+    assert_equal(torch.autograd.grad(out.square().sum(), p), expected)
+    y = dear(x, p[0], 1)  # offered before the hooks
+    with torch.autograd.graph.save_on_cpu():
+        out = ops.act(y, "silu", [], 1)
+    assert_equal(torch.autograd.grad(out.sum(), p[0]), torch.autograd.grad(ops.act(dear(x, p[0], 0), "silu", [], 0).sum(), p[0]))
+
+
+def test_dear_second_derivatives_are_refused_by_name():
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    out = dear(ops.act(dear(x, p[0], 1), "silu", [], 1), p[3], 1)
+    (g,) = torch.autograd.grad(out.square().sum(), p[3], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(g.sum(), p[0])
+    # Nothing is made again for a convolution alone, which is differentiable as ever.
+    small = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 5, 5), (2, 2, 3, 3))]
+    assert torch.autograd.gradgradcheck(lambda x, w: dear(x, w, 1), small)
+
+
+def test_dear_gradcheck():
+    p = parameters(c=2)
+    x = torch.randn(2, 2, 12, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *p: blocks(x.repeat(1, 1, 2, 2), p, [1] * 4), (x, *p[:6]), atol=1e-6, fast_mode=True)
+
+
+def test_dear_scripted_four_calls():
+    class M(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.again = 1
+
+        def forward(self, x, w, g, b):
+            for _ in range(2):
+                y = torch.ops.tsmem.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, self.again)
+                x = torch.ops.tsmem.batch_norm_act(y, g, b, None, None, True, 0.1, 1e-5, True, "silu", [], self.again)
+            return torch.ops.tsmem.linear(x.transpose(1, 3), w[:, :, 0, 0], b, self.again)
+
+    m, p = torch.jit.script(M()), parameters()
+    x = torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for again in (0, 1):
+        m.again = again
+        for _ in range(4):
+            found.setdefault(again, []).append(torch.autograd.grad(m(x, *p[:3]).square().sum(), [x, *p[:3]]))
+        assert live_bytes(lambda: m(x, *p[:3])) < (3.2 if again else 5) * x.nbytes
+    for grads in found[0] + found[1]:
+        assert_equal(grads, found[0][0])
+
+
+def test_instance_norm_of_a_dear_output():
+    """The norm looks at a view of the convolution's output."""
+    p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+
+    def run(r):
+        z = ops.instance_norm_act(dear(x, p[0], r), p[1], p[2], None, None, True, 0.1, 1e-5, True, "relu", [], r)
+        return ops.act(dear(z, p[3], r), "silu", [], r).square().sum()
+
+    assert_equal(*(torch.autograd.grad(run(r), (x, *p[:4])) for r in (1, 0)))
