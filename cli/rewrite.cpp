@@ -3,6 +3,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -212,6 +213,14 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
+// Bytes that the machine has to give.
+int64_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string word; file >> word;)
+    if (int64_t kib = 0; word == "MemAvailable:" && file >> kib) return kib * 1024;
+  return 0;
+}
+
 // Rewrites file.module by a plan, and says in `predicted` what it needs.
 RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file, json& predicted) {
   const auto method = o.rewrite.method.empty() ? std::string("forward") : o.rewrite.method;
@@ -241,7 +250,6 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
                {"solve_seconds", planner.solve_seconds()},
                {"gap", point.gap}};
   if (!o.fit.empty() || !o.batch_sizes.empty()) {
-    const auto batches = planner.batches(point.again);
     int64_t weights = 0, gradients = 0;
     std::set<const void*> seen;
     for (const auto& m : file.module.modules())
@@ -255,21 +263,47 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
     int64_t inputs_bytes = 0;
     for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
       inputs_bytes += static_cast<int64_t>(t.nbytes());
-    const double input_each = static_cast<double>(inputs_bytes) / static_cast<double>(batches.batch);
-    const auto total = [&](int64_t batch) {
-      return always + batches.peak(batch) + static_cast<int64_t>(input_each * static_cast<double>(batch));
+    const int64_t given = planner.batch();
+    const double input_each = static_cast<double>(inputs_bytes) / static_cast<double>(given);
+    const auto total = [&](int64_t batch, int64_t peak) {
+      return always + peak + static_cast<int64_t>(input_each * static_cast<double>(batch));
     };
-    json sizes = json::array();
-    for (int64_t b : o.batch_sizes.empty() ? std::vector<int64_t>() : parse_batch_sizes(o.batch_sizes))
-      sizes.push_back({{"batch", b}, {"peak_bytes", batches.peak(b)}, {"total_bytes", total(b)}});
+    auto line = planner.batches(point.again, 2 * given);
+    // A step with this batch is run where there is memory for it, and time: two steps of at most half a minute.
+    const auto measurable = [&](int64_t batch) {
+      const double seconds = point.predicted_seconds * static_cast<double>(batch) / static_cast<double>(given);
+      return o.limits.estimate || (line.peak(batch) < available_memory() / 10 * 7 && seconds < 30);
+    };
     predicted["weights_bytes"] = weights;
     predicted["gradient_and_optimizer_bytes"] = always - weights;
+    json sizes = json::array();
+    if (!o.batch_sizes.empty())
+      for (int64_t b : parse_batch_sizes(o.batch_sizes)) {
+        const bool run = b != given && measurable(b);
+        const int64_t peak = run ? planner.batches(point.again, b).peak(b) : line.peak(b);
+        sizes.push_back(
+            {{"batch", b}, {"peak_bytes", peak}, {"total_bytes", total(b, peak)}, {"measured", run || b == given}});
+      }
     predicted["batch_sizes"] = sizes;
     if (!o.fit.empty()) {
       const int64_t size = parse_size(o.fit, "--fit", 0);
-      int64_t batch = batches.largest(size - always);
-      while (batch > 0 && total(batch) > size) batch -= std::max<int64_t>(1, batch / 1000);
-      predicted["fit"] = {{"bytes", size}, {"batch", batch}, {"total_bytes", batch ? total(batch) : 0}};
+      const auto largest = [&] {
+        int64_t batch = line.largest(size - always);
+        while (batch > 0 && total(batch, line.peak(batch)) > size) batch -= std::max<int64_t>(1, batch / 1000);
+        return batch;
+      };
+      // Between measured batches bytes grow in proportion, elsewhere roughly: so the answer is measured too.
+      int64_t batch = largest();
+      bool measured = batch == given || batch == 2 * given;
+      for (int i = 0; i < 4 && batch > 0 && !measured && measurable(batch); ++i) {
+        line = planner.batches(point.again, batch);
+        measured = total(batch, line.peak(batch)) <= size;
+        if (!measured) batch = std::min(largest(), batch - 1);
+      }
+      predicted["fit"] = {{"bytes", size},
+                          {"batch", batch},
+                          {"total_bytes", batch ? total(batch, line.peak(batch)) : 0},
+                          {"measured", measured}};
     }
   }
   planned.planner.reset();  // puts the module's state back
@@ -291,11 +325,12 @@ void print_plan(const json& p) {
                     bytes_text(p["gradient_and_optimizer_bytes"])));
   for (const auto& b : p["batch_sizes"])
     print(fmt::format("  batch {}: peak {}, with weights, gradients, optimizer and input {}\n",
-                      b["batch"].get<int64_t>(), bytes_text(b["peak_bytes"]), bytes_text(b["total_bytes"])));
+                      b["batch"].get<int64_t>(), bytes_text(b["peak_bytes"]),
+                      bytes_text(b["total_bytes"]) + (b["measured"] ? "" : " (not measured)")));
   if (!p.contains("fit")) return;
   const auto batch = p["fit"]["batch"].get<int64_t>();
-  print(batch > 0 ? fmt::format("  The largest batch in {}: about {} ({})\n", bytes_text(p["fit"]["bytes"]), batch,
-                                bytes_text(p["fit"]["total_bytes"]))
+  print(batch > 0 ? fmt::format("  The largest batch in {}: {}{} ({})\n", bytes_text(p["fit"]["bytes"]),
+                                p["fit"]["measured"] ? "" : "about ", batch, bytes_text(p["fit"]["total_bytes"]))
                   : fmt::format("  No batch fits in {}\n", bytes_text(p["fit"]["bytes"])));
 }
 

@@ -677,29 +677,36 @@ int64_t Planner::Batches::largest(int64_t bytes) const {
   return fits;
 }
 
-Planner::Batches Planner::batches(const std::vector<bool>& again) {
-  Batches found;
+int64_t Planner::batch() const {
   const auto tensors = all_tensors(c10::ivalue::Tuple::create(impl_->inputs));
-  if (tensors.empty() || tensors[0].dim() == 0)
-    throw Error(kBadInput, "The input's first tensor has no dimension, so there is no batch size to change.");
-  found.batch = tensors[0].size(0);
-  impl_->say("planning: twice the batch");
-  std::vector<c10::IValue> twice;
+  if (tensors.empty() || tensors[0].dim() == 0 || tensors[0].size(0) == 0)
+    throw Error(kBadInput, "The input's first tensor has no batch, so there is no batch size to change.");
+  return tensors[0].size(0);
+}
+
+Planner::Batches Planner::batches(const std::vector<bool>& again, int64_t other) {
+  Batches found;
+  found.batch = batch();
+  if (other == found.batch) other = 2 * other;
+  impl_->say(fmt::format("planning: a batch of {}", other));
+  std::vector<c10::IValue> inputs;
   for (const auto& v : impl_->inputs)
-    twice.push_back(map_tensors(v, [&](const at::Tensor& t) {
-      return t.dim() > 0 && t.size(0) == found.batch ? at::cat({t, t}) : t;
+    inputs.push_back(map_tensors(v, [&](const at::Tensor& t) {
+      if (t.dim() == 0 || t.size(0) != found.batch) return t;
+      const std::vector<at::Tensor> copies(static_cast<size_t>((other + found.batch - 1) / found.batch), t);
+      return at::cat(copies).narrow(0, 0, other).clone();
     }));
   impl_->write(again);
   Journal one, two;
   const Measured a = impl_->measure(again, one);
-  TrainingStep larger(impl_->module, twice, impl_->run);
-  larger.run();
-  const Measured b = impl_->metered(larger, two);
+  TrainingStep step(impl_->module, inputs, impl_->run);
+  step.run();
+  const Measured b = impl_->metered(step, two);
   const bool same = a.slots.size() == b.slots.size();
   for (size_t t = 0; t < (same ? a.slots.size() : 1); ++t) {
     const auto x = static_cast<double>(same ? a.slots[t].peak : a.peak);
     const auto y = static_cast<double>(same ? b.slots[t].peak : b.peak);
-    found.each_.push_back((y - x) / static_cast<double>(found.batch));
+    found.each_.push_back((y - x) / static_cast<double>(other - found.batch));
     found.fixed_.push_back(x - found.each_.back() * static_cast<double>(found.batch));
   }
   return found;

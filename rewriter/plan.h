@@ -61,9 +61,10 @@ class Planner {
   // with a smaller budget.
   std::vector<PlanPoint> front(int64_t largest, int count);
 
-  // The peak of a step under a choice at another batch size, which is dimension 0 of every tensor in the input that has
-  // the first one's. From steps with the input and with twice its batch, as bytes between two marks of a step grow in
-  // proportion to it. Throws Error(kBadInput) where the model does not take other batch sizes.
+  // The peak of a step under a choice at other batch sizes, which is dimension 0 of every tensor in the input that has
+  // the first one's. From steps with the input and with a batch of `other`: between these two and beyond them, the bytes
+  // at each mark of a step are taken to grow in proportion. Throws Error(kBadInput) where the model does not take other
+  // batch sizes.
   class Batches {
    public:
     int64_t batch = 0;  // of the input
@@ -75,7 +76,8 @@ class Planner {
     friend class Planner;
     std::vector<double> fixed_, each_;  // of each slot, bytes
   };
-  Batches batches(const std::vector<bool>& again);
+  Batches batches(const std::vector<bool>& again, int64_t other);
+  int64_t batch() const;  // of the input; throws Error(kBadInput) where there is none
 
   struct Original {
     int64_t peak_bytes, kept_bytes;
