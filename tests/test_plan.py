@@ -450,3 +450,28 @@ def test_existing_output_is_refused_before_the_work(files, tmp_path):
     (tmp_path / "out.pt").write_text("precious")
     fails(2, "rewrite", files.model("unet"), "-o", tmp_path / "out.pt", *INPUT, "--budget", "1KiB", says="--force")
     assert (tmp_path / "out.pt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ("unet", "residual", "resnet18"))
+def test_estimate_runs_nothing_and_is_near(files, name, tmp_path):
+    """From shapes alone, the peak is near what a step needs, also where no memory would do."""
+    spec = "8x3x96x96"
+    out, predicted = files.planned(name, "70%", spec, "--estimate")
+    predicted = predicted["predicted"]
+    assert predicted["peak_bytes"] <= 0.7 * predicted["original_peak_bytes"] * 1.001
+    assert peak(out, spec) == pytest.approx(predicted["peak_bytes"], rel=0.1)
+    assert peak(files.model(name), spec) == pytest.approx(predicted["original_peak_bytes"], rel=0.1)
+    assert run("verify", files.model(name), out, "--input", "2x3x64x64", "--calls", "2").returncode == 0
+    done = run("rewrite", files.model(name), "-o", tmp_path / "huge.pt", "--input", "4096x3x512x512", "--estimate", "--budget", "60%",
+               "--batch-sizes", "64", "--fit", "80GiB", "--optimizer-states", "1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "The largest batch in 80.0 GiB: " in done.stdout and "batch 64: " in done.stdout
+
+
+def test_estimate_names_the_operator_without_a_shape(files, tmp_path):
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return torch.histc(x.relu(), 4)
+
+    torch.jit.script(Odd()).save(str(tmp_path / "odd.pt"))
+    fails(3, "plan", tmp_path / "odd.pt", *INPUT, "--estimate", says=["estimated from shapes", "--estimate"])
