@@ -58,7 +58,8 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor&, 
                    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
   const auto sizes = conv_sizes(input, weight, stride, padding, dilation, transposed, output_padding, groups);
   if (!blocked(input)) return like_sizes(sizes, input, input.suggest_memory_format());
-  Tensor copy = in_blocks(input.sizes(), input);
+  // Few channels are read as they are.
+  Tensor copy = input.dim() > 1 && input.size(1) >= 16 ? in_blocks(input.sizes(), input) : Tensor();
   const Tensor out = in_blocks(sizes, input);
   copy.reset();
   return like_sizes(sizes, input);

@@ -459,8 +459,10 @@ def test_estimate_runs_nothing_and_is_near(files, name, tmp_path):
     out, predicted = files.planned(name, "70%", spec, "--estimate")
     predicted = predicted["predicted"]
     assert predicted["peak_bytes"] <= 0.7 * predicted["original_peak_bytes"] * 1.001
-    assert peak(out, spec) == pytest.approx(predicted["peak_bytes"], rel=0.1)
-    assert peak(files.model(name), spec) == pytest.approx(predicted["original_peak_bytes"], rel=0.1)
+    # oneDNN's copies are guessed, and matter most where there are few channels.
+    near = 0.03 if name == "resnet18" else 0.15
+    assert peak(out, spec) == pytest.approx(predicted["peak_bytes"], rel=near)
+    assert peak(files.model(name), spec) == pytest.approx(predicted["original_peak_bytes"], rel=near)
     assert run("verify", files.model(name), out, "--input", "2x3x64x64", "--calls", "2").returncode == 0
     done = run("rewrite", files.model(name), "-o", tmp_path / "huge.pt", "--input", "4096x3x512x512", "--estimate", "--budget", "60%",
                "--batch-sizes", "64", "--fit", "80GiB", "--optimizer-states", "1")  # fmt: skip
