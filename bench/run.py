@@ -1,6 +1,6 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
@@ -200,7 +200,43 @@ def programs(a, folder: Path) -> list:
     return rows
 
 
-PARTS = {"memory": memory, "peers": peers, "validation": validation, "rewrite": rewrite, "programs": programs}
+def plans(a, folder: Path) -> list:
+    """Every budget in ten steps: what was promised beside what the written file needs and takes, in turns with the original."""
+    import torch
+
+    import allocator
+    import models
+
+    rows = []
+    print(f"\nBudgets, {a.batch}x3x{a.size}x{a.size}, float32, all trainable; peaks and times as ratios to scripted")
+    print(f"{'model':26}{'budget':>8}{'promised':>10}{'peak':>7}{'off':>8}{'promised':>10}{'time':>7}{'solve s':>9}")
+    for name in a.models:
+        model, _ = models.cached(name)
+        spec = ["--input", f"{a.batch}x3x{a.size}x{a.size}", "--json"]
+        front, report = folder / "front.json", folder / "report.json"
+        subprocess.run([TOOL, "plan", str(model), *spec, str(front), "-q"], check=True, stdout=subprocess.DEVNULL)
+        files, reports = [], []
+        for i, point in enumerate(json.loads(front.read_text())["points"]):
+            files.append(folder / f"{i}.plan.pt")
+            # A per cent for the smallest: another run finds another choice.
+            budget = int(point["budget"] * (1.01 if i == 0 else 1))
+            subprocess.run([TOOL, "rewrite", str(model), "-o", str(files[-1]), "--force", "-q", "--budget", str(budget), *spec, str(report)],
+                           check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+            reports.append(json.loads(report.read_text())["predicted"])
+        modules = [torch.jit.load(str(p)).train() for p in (model, *files)]
+        torch.manual_seed(0)
+        x = torch.randn(a.batch, 3, a.size, a.size)
+        peaks = [allocator.memory(m, (x,)).peak for m in modules]
+        times = allocator.seconds(modules, (x,), a.rounds)
+        for p, peak, seconds in zip(reports, peaks[1:], times[1:]):
+            rows.append({"model": name, "predicted": p, "peak_bytes": [peaks[0], peak], "step_seconds": [times[0], seconds]})
+            whole = p["original_peak_bytes"]
+            print(f"{name:26}{p['budget'] / whole:8.3f}{p['peak_bytes'] / whole:10.3f}{peak / peaks[0]:7.3f}{peak / p['peak_bytes'] - 1:8.1%}"
+                  f"{p['seconds'] / p['original_seconds']:10.3f}{seconds / times[0]:7.3f}{p['solve_seconds']:9.1f}", flush=True)
+    return rows
+
+
+PARTS = {"memory": memory, "peers": peers, "plans": plans, "validation": validation, "rewrite": rewrite, "programs": programs}
 
 
 def main() -> None:

@@ -315,11 +315,11 @@ RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file,
 void print_plan(const json& p) {
   const auto bytes = [&](const char* key) { return p[key].get<double>(); };
   print(
-      fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} run again in "
-                  "backward\n",
+      fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} "
+                  "convolutions and linear layers run again in backward\n",
                   bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
                   bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
-                  counted(p["run_again"].size(), "dear operator")));
+                  p["run_again"].size()));
   if (!p.contains("weights_bytes")) return;
   print(fmt::format("  weights {}, gradients and optimizer {}\n", bytes_text(p["weights_bytes"]),
                     bytes_text(p["gradient_and_optimizer_bytes"])));
