@@ -43,6 +43,10 @@ int run(const Options& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
+  if (o.limits.estimate && !o.amp.empty())
+    throw Error(
+        kUsage,
+        "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
   if (o.run.inputs.empty() && o.run.inputs_file.empty())
     throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
   auto file = load_model(o.model, o.run.device);

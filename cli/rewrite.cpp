@@ -63,6 +63,10 @@ void settle_level(Options& o, const CLI::App& app) {
     if (given(name) && o.level != "plan") throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
     throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
+  if (given("--estimate") && given("--amp"))
+    throw Error(
+        kUsage,
+        "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
   // Before the work, not after it.
   if (given("--budget")) parse_size(o.budget, "--budget", 1 << 20);
   if (given("--fit")) parse_size(o.fit, "--fit", 0);

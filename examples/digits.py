@@ -145,11 +145,13 @@ def draw(results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     # Text stays text, and the same figures give the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "digits", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "digits", "font.size": 9})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     axes = figure.subplots(2, 2)
     # The second line is thin and dashed, and lies on the first.
-    styles = [{"color": "#9ecae1", "linewidth": 5}, {"color": "#08519c", "linewidth": 1.5, "linestyle": (0, (4, 3))}, {"color": "#d94801", "linewidth": 1.5}]
+    dashed = (0, (4, 3))
+    styles = [{"color": "#9ecae1", "linewidth": 5}, {"color": "#08519c", "linewidth": 1.5, "linestyle": dashed}, {"color": "#d94801", "linewidth": 1.5}]
     for axis, key, title in ((axes[0, 0], "loss", "loss in training, mean of an epoch"), (axes[0, 1], "accuracy", "accuracy on the test images")):
         for (name, r), style in zip(results.items(), styles):
             axis.plot(range(1, len(r[key]) + 1), r[key], label=name, **style)
@@ -165,9 +167,11 @@ def draw(results, path: Path) -> None:
         (axes[1, 1], {"training step": "time_ratio"}, "time, ratio to the original"),
     ):
         for i, ((name, r), style) in enumerate(zip(results.items(), styles)):
-            heights = [r[key] / 2**20 if key.endswith("bytes") else r[key] for key in bars.values()]
+            in_bytes = axis is axes[1, 0]
+            heights = [r[key] / 2**20 if in_bytes else r[key] for key in bars.values()]
+            labels = [f"{h:.1f}\n({r[key] / first[key]:.2f})" if in_bytes else f"{h:.2f}" for h, key in zip(heights, bars.values())]
             drawn = axis.bar([k + (i - 1) * 0.27 for k in range(len(bars))], heights, 0.25, color=style["color"], label=name)
-            axis.bar_label(drawn, [f"{h:.1f}\n({r[key] / first[key]:.2f})" if key.endswith("bytes") else f"{h:.2f}" for h, key in zip(heights, bars.values())], fontsize=8)
+            axis.bar_label(drawn, labels, fontsize=8)
         axis.set_xticks(range(len(bars)), list(bars))
         axis.set_title(title)
         axis.margins(y=0.15)
@@ -179,7 +183,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "digits")
-    # oneDNN's threads wait for each other by spinning in bfloat16 convolutions: with two, other work on the machine would spoil the times.
+    # With two threads bfloat16 steps become several times slower as soon as other work shares the cores, stock PyTorch's too.
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -201,7 +205,8 @@ def main() -> None:
         r["step_losses"] = steps[name]["losses"]
     (options.out / "digits.json").write_text(json.dumps(results, indent=1) + "\n")
 
-    print(f"\n{options.epochs} epochs, {len(stock['losses'])} steps, batch {options.batch}x1x{SIZE}x{SIZE}, {options.threads} thread{'s'[:options.threads > 1]}\n")
+    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
+    print(f"\n{options.epochs} epochs, {len(stock['losses'])} steps, batch {options.batch}x1x{SIZE}x{SIZE}, {threads}\n")
     print(f"{'':18}{'loss':>8}{'accuracy':>10}{'saved, MiB':>15}{'peak, MiB':>15}{'step, ratio':>13}{'loss differs by':>17}")
     for name, r in results.items():
         cells = [f"{r[k] / 2**20:.1f} ({r[k] / first[k]:.2f})" for k in ("saved_bytes", "peak_bytes")]

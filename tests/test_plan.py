@@ -470,6 +470,11 @@ def test_estimate_runs_nothing_and_is_near(files, name, tmp_path):
     assert "The largest batch in 80.0 GiB: " in done.stdout and "batch 64: " in done.stdout
 
 
+def test_estimate_of_autocast_is_refused(files, tmp_path):
+    fails(2, "plan", files.model("unet"), *INPUT, "--estimate", "--amp", "bf16", says=["exclude each other"])
+    fails(2, "rewrite", files.model("unet"), "-o", tmp_path / "x.pt", *INPUT, "--estimate", "--amp", "bf16", "--budget", "50%", says=["exclude each other"])
+
+
 def test_estimate_names_the_operator_without_a_shape(files, tmp_path):
     class Odd(torch.nn.Module):
         def forward(self, x):
