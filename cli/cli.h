@@ -43,6 +43,10 @@ std::string paint(std::string_view text, Color color, bool use);
 // right-aligned.
 std::string table(const std::vector<std::vector<std::string>>& rows);
 
+// Throws before the work what save_text() would throw after it. Nothing for "" (no such file is asked for), "-" and
+// devices.
+void check_report(const std::string& path);
+
 // --json FILE: to a file, or to stdout for "-". `inputs` are files that must not be replaced by it.
 void write_json(const nlohmann::json& json, const std::string& path, const std::vector<std::string>& inputs);
 

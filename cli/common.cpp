@@ -76,6 +76,10 @@ std::string table(const std::vector<std::vector<std::string>>& rows) {
   return text;
 }
 
+void check_report(const std::string& path) {
+  if (!path.empty() && path != "-" && !path.starts_with("/dev/")) check_output(path, /*force=*/true);
+}
+
 void write_json(const nlohmann::json& json, const std::string& path, const std::vector<std::string>& inputs) {
   // Names in a model need not be UTF-8.
   auto text = json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";

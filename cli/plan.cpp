@@ -16,8 +16,6 @@
 namespace tsmem::cli {
 namespace {
 
-using nlohmann::json;
-
 struct Options {
   std::string model, plot;
   RunOptions run;
@@ -27,14 +25,13 @@ struct Options {
 };
 
 void check_files(const Options& o) {
-  if (!o.run.json.empty() && o.run.json != "-" && !o.run.json.starts_with("/dev/"))
-    check_output(o.run.json, /*force=*/true);
+  check_report(o.run.json);
   if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
     throw Error(kUsage, "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
   if (o.plot.ends_with(".png")) require_png();
   if (o.plot.empty()) return;
   if (o.plot == o.run.json) throw Error(kUsage, "--plot and --json name the same file.");
-  if (!o.plot.starts_with("/dev/")) check_output(o.plot, /*force=*/true);
+  check_report(o.plot);
   if (same_file(o.plot, o.model))
     throw Error(kUsage, "'" + o.plot + "' would replace a model that this command reads.");
 }
@@ -43,12 +40,7 @@ int run(const Options& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
-  if (o.limits.estimate && !o.amp.empty())
-    throw Error(
-        kUsage,
-        "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
-  if (o.run.inputs.empty() && o.run.inputs_file.empty())
-    throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
+  o.limits.check(!o.run.inputs.empty() || !o.run.inputs_file.empty(), o.amp);
   auto file = load_model(o.model, o.run.device);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.limits.estimate ? "meta" : o.run.device);
   const Progress progress(common);

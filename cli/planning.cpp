@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 
 #include "rewriter/error.h"
-#include "rewriter/memory.h"
 #include "rewriter/milp.h"
 #include "rewriter/model_file.h"
 #include "timeline.h"
@@ -21,6 +20,14 @@ void PlanLimits::add(CLI::App& app) {
   app.add_option("--solve-seconds", seconds, "Time limit of one solve (default 5)")
       ->type_name("SECONDS")
       ->check(CLI::PositiveNumber);
+}
+
+void PlanLimits::check(bool has_input, const std::string& amp) const {
+  if (estimate && !amp.empty())
+    throw Error(
+        kUsage,
+        "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
+  if (!has_input) throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
 }
 
 PlanOptions PlanLimits::options(const Common& common, const Progress& progress) const {

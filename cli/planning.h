@@ -15,6 +15,8 @@ struct PlanLimits {
   double seconds = 5;
   bool estimate = false;
   void add(CLI::App& app);
+  // Throws Error(kUsage) without an input, and for --estimate under --amp.
+  void check(bool has_input, const std::string& amp) const;
   PlanOptions options(const Common& common, const Progress& progress) const;
 };
 

@@ -162,8 +162,7 @@ void check_files(const Options& o) {
     throw Error(kUsage, "--plot '" + o.plot + "' names a file that another option writes too.");
   if (!o.trace.empty() && o.trace == o.run.json)
     throw Error(kUsage, "--trace '" + o.trace + "' and --json name the same file.");
-  for (auto& file : {o.plot, o.trace})
-    if (!file.empty() && !file.starts_with("/dev/")) check_output(file, /*force=*/true);
+  for (auto& file : {o.plot, o.trace}) check_report(file);
   for (auto& file : {o.plot, o.trace})
     for (auto& model : {o.model, o.other})
       if (!file.empty() && !model.empty() && same_file(file, model))

@@ -63,10 +63,6 @@ void settle_level(Options& o, const CLI::App& app) {
     if (given(name) && o.level != "plan") throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
     throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
-  if (given("--estimate") && given("--amp"))
-    throw Error(
-        kUsage,
-        "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
   // Before the work, not after it.
   if (given("--budget")) parse_size(o.budget, "--budget", 1 << 20);
   if (given("--fit")) parse_size(o.fit, "--fit", 0);
@@ -74,8 +70,7 @@ void settle_level(Options& o, const CLI::App& app) {
   if (o.level != "plan") return;
   if (!given("--budget") && !given("--fit"))
     throw Error(kUsage, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
-  if (!given("--input") && !given("--inputs"))
-    throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
+  o.limits.check(given("--input") || given("--inputs"), o.rewrite.amp);
 }
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
@@ -87,8 +82,7 @@ void refuse_conflicts(const Options& o, const CLI::App& app) {
 }
 
 void check_files(const Options& o) {
-  if (!o.json_file.empty() && o.json_file != "-" && !o.json_file.starts_with("/dev/"))
-    check_output(o.json_file, /*force=*/true);
+  check_report(o.json_file);
   if (o.output.empty()) {
     if (!o.dry_run) throw Error(kUsage, "Name the output with -o OUT.pt, or use --dry-run.");
   } else {

@@ -53,6 +53,12 @@ bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);
 // but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
+// Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Lists have an
+// entry, or one a dimension. Source: ATen/native/ConvUtils.h.
+std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+                                      at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                                      at::IntArrayRef output_padding, int64_t groups);
+
 // Under create_graph: gradients that our kernels computed are not differentiable. Passes the defined ones through a
 // node whose backward throws "tsmem::<op>: second derivatives are not supported", so that nobody gets silently detached
 // gradients. `inputs`: what the gradients depend on (grad_output and saved tensors). Outside create_graph returns

@@ -36,14 +36,17 @@ int64_t parts_of(IntArrayRef input, int64_t out_numel, const Tensor& weight) {
   const int64_t least = std::max<int64_t>(8, at::get_num_threads()) << 20;
   const auto numel = c10::multiply_integers(input);
   const int64_t batch = input[0], bytes = (numel + out_numel) * static_cast<int64_t>(weight.element_size());
-  if (!(weight.is_cpu() || weight.is_meta()) || bytes < 2 * least) return 1;
+  if (bytes < 2 * least) return 1;
   const auto per_weight =
       bytes / std::max<int64_t>(1, 2 * weight.numel() * static_cast<int64_t>(weight.element_size()));
   return std::max<int64_t>(1, std::min({bytes / least, per_weight, batch}));
 }
 
-// Not channels_last, whose layout oneDNN takes as it is.
-bool rows(const Tensor& t) { return t.suggest_memory_format() == at::MemoryFormat::Contiguous; }
+// Whether oneDNN copies t: on the CPU, but not channels_last, whose layout it takes as it is. The meta device stands
+// for the CPU.
+bool copied(const Tensor& t) {
+  return (t.is_cpu() || t.is_meta()) && t.suggest_memory_format() == at::MemoryFormat::Contiguous;
+}
 
 // f(first, count) for each part of the batch.
 template <class F>
@@ -75,16 +78,9 @@ int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& arg
     if (list->size() != dims) return 0;
   for (int64_t s : args.stride)
     if (s <= 0) return 0;
-  const int64_t channels = args.transposed ? weight.size(1) * args.groups : weight.size(0);
-  int64_t numel = input.size(0) * channels;
-  for (int64_t d = 0; d < weight.dim() - 2; ++d) {
-    const int64_t in =
-        input.size(d + 2) + (args.pad_after.empty() ? 0 : args.pad_after[2 * (weight.dim() - 3 - d) + 1]);
-    const int64_t kernel = args.dilation[d] * (weight.size(d + 2) - 1);
-    numel *= args.transposed ? (in - 1) * args.stride[d] - 2 * args.padding[d] + kernel + args.output_padding[d] + 1
-                             : (in + 2 * args.padding[d] - kernel - 1) / args.stride[d] + 1;
-  }
-  return numel;
+  // A zero after an odd padding makes room for less than one more output a dimension.
+  return c10::multiply_integers(conv_output_size(input, weight, args.stride, args.padding, args.dilation,
+                                                 args.transposed, args.output_padding, args.groups));
 }
 
 struct Conv : torch::autograd::Function<Conv> {
@@ -109,12 +105,13 @@ struct Conv : torch::autograd::Function<Conv> {
     data["pad_after"] = args.pad_after;
     data["transposed"] = args.transposed;
     data["groups"] = args.groups;
+    data["copied"] = copied(input) && copied(weight);
     return forward_of(input, weight, bias, args, stock);
   }
 
   static Tensor forward_of(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
                            const Forward& stock) {
-    const bool cut = rows(input) && rows(weight) && input.dim() >= 3;
+    const bool cut = copied(input) && copied(weight) && input.dim() >= 3;
     const int64_t parts = cut ? parts_of(input.sizes(), out_numel(input, weight, args), weight) : 1;
     if (parts <= 1) return stock(input, weight, bias);
     return by_parts(input, parts, [&](const Tensor& x) { return stock(x, weight, bias); });
@@ -153,8 +150,7 @@ struct Conv : torch::autograd::Function<Conv> {
       return std::vector<Tensor>{mask[0] ? g : Tensor(), mask[1] ? w : Tensor(), mask[2] ? b : Tensor()};
     };
     // Differentiable as a whole only.
-    const bool cut =
-        !at::GradMode::is_enabled() && rows(grad) && rows(weight) && rows(shape_of(sizes, strides, grad.options()));
+    const bool cut = !at::GradMode::is_enabled() && data["copied"].toBool() && copied(grad);
     const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
     const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
       if (parts <= 1) return run_part(grad, input, mask);

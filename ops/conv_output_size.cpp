@@ -4,10 +4,7 @@
 #include "common.h"
 
 namespace tsmem {
-namespace {
 
-// Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Source:
-// ATen/native/ConvUtils.h.
 std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
                                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                                       at::IntArrayRef output_padding, int64_t groups) {
@@ -27,8 +24,6 @@ std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor&
   }
   return size;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;

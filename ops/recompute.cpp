@@ -2,12 +2,10 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
-
 #include <torch/csrc/autograd/engine.h>
 
 #include <chrono>
 #include <mutex>
-#include <unordered_map>
 #include <unordered_set>
 
 namespace tsmem {
@@ -247,22 +245,13 @@ struct Program : torch::CustomClassHolder {
 Journal* journal = nullptr;
 
 // Notes a value that an op could offer; returns its index.
-int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& make, int64_t recompute, Pieces pieces,
-         double flops) {
-  Journal::Value v{recompute,
-                   static_cast<int64_t>(output.storage().nbytes()),
-                   flops,
-                   0,
-                   0,
-                   {},
-                   pieces == Pieces::yes,
-                   c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
+int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& make, int64_t recompute, double flops) {
+  Journal::Value v{recompute, static_cast<int64_t>(output.storage().nbytes()),
+                   flops,     0,
+                   {},        c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
   for (const Tensor& t : operands)
     if (t.defined())
-      if (const auto known = known_of(owner(t)); known && known->value >= 0) {
-        v.operands.push_back(known->value);
-        v.operand_bytes += static_cast<int64_t>(bytes_of(t));
-      }
+      if (const auto known = known_of(owner(t)); known && known->value >= 0) v.operands.push_back(known->value);
   if (journal->timed) {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
@@ -288,7 +277,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   const auto& node = output.grad_fn();
   if (recompute == 0 || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (journal && !journal->closed) {
-    const int value = note(output, operands, make, recompute, pieces, flops);
+    const int value = note(output, operands, make, recompute, flops);
     table().update(node, [&](Known& k) { k.value = value; });
   }
   if (recompute < 0) return;
@@ -373,8 +362,8 @@ Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_varia
   size_t at = 0;
   for (const RecipePtr& r : recipes_) {
     first_.push_back(at);
-    Visited first;
-    at = r ? place(*r, at, first) : at + 1;
+    places_.emplace_back();
+    at = r ? place(*r, at, places_.back()) : at + 1;
   }
   if (journal && journal->mark && program->at >= 0) journal->mark(program->at, true);
   drop_own_output();
@@ -385,9 +374,7 @@ Tensor Kept::operator[](size_t slot) const {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  Visited first;
-  place(*recipes_[slot], first_[slot], first);
-  return make_again(recipes_[slot], leaves_.data(), first);
+  return make_again(recipes_[slot], leaves_.data(), places_[slot]);
 }
 
 bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }

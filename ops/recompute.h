@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "common.h"
@@ -40,11 +41,9 @@ struct Journal {
   struct Value {
     int64_t recompute;  // the op's argument
     int64_t bytes;
-    double flops;               // not 0: dear
-    double seconds = 0;         // to make it, where `timed`
-    int64_t operand_bytes = 0;  // of operands that are values
-    std::vector<int> operands;  // values, by index
-    bool pieces = false;
+    double flops;                                       // not 0: dear
+    double seconds = 0;                                 // to make it, where `timed`
+    std::vector<int> operands;                          // values, by index
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // alive while somebody holds the output
   };
   struct Use {
@@ -100,7 +99,8 @@ class Kept {
  private:
   std::vector<at::Tensor> leaves_;
   std::vector<RecipePtr> recipes_;
-  std::vector<size_t> first_;
+  std::vector<size_t> first_;                                      // of each slot: its first leaf
+  std::vector<std::unordered_map<const Recipe*, size_t>> places_;  // and that of each recipe that it is made by
 };
 
 }  // namespace tsmem

@@ -93,6 +93,14 @@ Tensor statistics(const Tensor& input, IntArrayRef sizes) {
   return at::empty(sizes, input.options().dtype(type == at::kDouble ? at::kDouble : at::kFloat));
 }
 
+std::tuple<Tensor, Tensor, Tensor> norm_gradients(const Tensor& grad, const Tensor& input, const OptTensor& weight,
+                                                  int64_t channels, std::array<bool, 3> mask) {
+  const auto parameter = [&](bool wanted) {
+    return wanted ? (weight && weight->defined() ? at::empty_like(*weight) : statistics(input, {channels})) : Tensor();
+  };
+  return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+}
+
 std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
                                               const OptTensor&, bool training, double, double) {
   const std::vector<int64_t> channels{training ? input.size(1) : 0};
@@ -102,11 +110,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, const OptTens
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& grad, const Tensor& input, const OptTensor& weight,
                                                        const OptTensor&, const OptTensor&, const OptTensor&,
                                                        const OptTensor&, bool, double, std::array<bool, 3> mask) {
-  const auto parameter = [&](bool wanted) {
-    return wanted ? (weight && weight->defined() ? at::empty_like(*weight) : statistics(input, {input.size(1)}))
-                  : Tensor();
-  };
-  return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+  return norm_gradients(grad, input, weight, input.size(1), mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, IntArrayRef shape, const OptTensor&,
@@ -131,10 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, const OptTens
 std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad, const Tensor& input, const Tensor&,
                                                        const Tensor&, const OptTensor& weight, int64_t,
                                                        int64_t channels, int64_t, int64_t, std::array<bool, 3> mask) {
-  const auto parameter = [&](bool wanted) {
-    return wanted ? (weight && weight->defined() ? at::empty_like(*weight) : statistics(input, {channels})) : Tensor();
-  };
-  return {mask[0] ? at::empty_like(grad) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+  return norm_gradients(grad, input, weight, channels, mask);
 }
 
 Tensor hardtanh_backward(const Tensor& grad, const Tensor&, const at::Scalar&, const at::Scalar&) {

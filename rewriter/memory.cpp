@@ -31,12 +31,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-double median(std::vector<double> v) {
-  if (v.empty()) return 0;
-  std::sort(v.begin(), v.end());
-  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
-}
-
 // Bytes of the distinct storages behind some tensors.
 int64_t storage_bytes(const std::vector<at::Tensor>& tensors) {
   std::unordered_set<const void*> seen;
@@ -453,6 +447,19 @@ class OpObserver {
 
 }  // namespace
 
+double median(std::vector<double> v) {
+  if (v.empty()) return 0;
+  std::sort(v.begin(), v.end());
+  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
+}
+
+// LibTorch's reporter would log each block that was there before and is freed now.
+AllocatorReports::AllocatorReports(std::shared_ptr<c10::DebugInfoBase> to)
+    : log_level_(std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR)),
+      guard_(c10::DebugInfoKind::PROFILER_STATE, std::move(to)) {}
+
+AllocatorReports::~AllocatorReports() { FLAGS_caffe2_log_level = log_level_; }
+
 struct StateGuard::State {
   struct Slot {
     c10::intrusive_ptr<c10::ivalue::Object> object;
@@ -623,9 +630,7 @@ class RecordedStep : public StepObserver {
   RecordedStep(std::shared_ptr<Recorder> recorder, const torch::jit::Module& module)
       : recorder_(std::move(recorder)), module_(module) {}
   void started() override {
-    // LibTorch's reporter would log each block that was there before and is freed now.
-    log_level_ = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
-    debug_.emplace(c10::DebugInfoKind::PROFILER_STATE, recorder_);
+    reports_.emplace(recorder_);
     ops_.emplace();
     recorder_->start();
   }
@@ -646,18 +651,15 @@ class RecordedStep : public StepObserver {
   // Ends the recording; the destructor does, too.
   void stop() {
     ops_.reset();
-    debug_.reset();
-    if (log_level_) FLAGS_caffe2_log_level = *log_level_;
-    log_level_.reset();
+    reports_.reset();
   }
   ~RecordedStep() override { stop(); }
 
  private:
   std::shared_ptr<Recorder> recorder_;
   const torch::jit::Module& module_;
-  std::optional<c10::DebugInfoGuard> debug_;
+  std::optional<AllocatorReports> reports_;
   std::optional<OpObserver> ops_;
-  std::optional<int> log_level_;
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 // What the allocator does during one training step, from c10::MemoryReportingInfoBase: no hook, no change to the model.
 #pragma once
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/jit/api/module.h>
 #include <nlohmann/json_fwd.hpp>
 
@@ -79,6 +80,21 @@ class StateGuard {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// While it lives, `to` gets the allocator's reports of this thread, and of backward's.
+class AllocatorReports {
+ public:
+  explicit AllocatorReports(std::shared_ptr<c10::DebugInfoBase> to);
+  ~AllocatorReports();
+  AllocatorReports(const AllocatorReports&) = delete;
+  AllocatorReports& operator=(const AllocatorReports&) = delete;
+
+ private:
+  const int log_level_;
+  c10::DebugInfoGuard guard_;
+};
+
+double median(std::vector<double> v);  // 0 of none
 
 // Is told about the phases of a TrainingStep.
 struct StepObserver {

@@ -1,8 +1,5 @@
 #include "rewriter/plan.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/util/Logging.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -35,11 +32,6 @@ constexpr double kStockPasses = 9, kPasses = 7;
 
 // Sizes that the solver can do.
 constexpr size_t kMostColumns = 20000, kMostRows = 600;
-
-double median(std::vector<double> v) {
-  std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
-  return v[v.size() / 2];
-}
 
 // Live bytes in the slots between marks.
 struct Slot {
@@ -108,9 +100,7 @@ class MeteredStep : public StepObserver {
   }
   ~MeteredStep() override { stop(); }
   void started() override {
-    // LibTorch's reporter would log each block that was there before and is freed now.
-    log_level_ = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
-    debug_.emplace(c10::DebugInfoKind::PROFILER_STATE, meter);
+    reports_.emplace(meter);
     meter->mark(0, false);
     set_journal(&journal_);
   }
@@ -135,14 +125,11 @@ class MeteredStep : public StepObserver {
  private:
   void stop() {
     set_journal(nullptr);
-    debug_.reset();
-    if (log_level_) FLAGS_caffe2_log_level = *log_level_;
-    log_level_.reset();
+    reports_.reset();
   }
   Journal& journal_;
   std::function<void()> at_forward_end_;
-  std::optional<c10::DebugInfoGuard> debug_;
-  std::optional<int> log_level_;
+  std::optional<AllocatorReports> reports_;
 };
 
 // A value of forward, as the program sees it.
@@ -161,16 +148,8 @@ struct Value {
 }  // namespace
 
 void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& again) {
-  for (size_t s = 0; s < sites.size(); ++s) {
-    Module m = module;
-    const std::string& path = sites[s].module;
-    for (size_t from = 0; from < path.size();) {
-      const size_t dot = std::min(path.find('.', from), path.size());
-      m = m.attr(path.substr(from, dot - from)).toModule();
-      from = dot + 1;
-    }
-    m.setattr(sites[s].attribute, static_cast<int64_t>(again[s]));
-  }
+  for (size_t s = 0; s < sites.size(); ++s)
+    submodule(module, sites[s].module).setattr(sites[s].attribute, static_cast<int64_t>(again[s]));
 }
 
 struct Planner::Impl {
@@ -262,33 +241,36 @@ void Planner::Impl::set_up() {
   base = measure(base_again, plain, [&] {
     for (const auto& v : plain.values) held_in_base.push_back(!v.storage.expired());
   });
-  // In turns: what else the machine does then slows both.
-  std::vector<double> stock, ratios, forward;
-  double spent = 0;
-  for (int i = 0; i < 9 && (i < 3 || spent < 6); ++i) {
-    say(fmt::format("planning: timing step {}", i + 1));
-    original_step->run();
-    step->run();
-    stock.push_back(original_step->forward_seconds + original_step->backward_seconds);
-    const double ours = step->forward_seconds + step->backward_seconds;
-    ratios.push_back(ours / stock.back());
-    forward.push_back(step->forward_seconds);
-    spent += stock.back() + ours;
-  }
   Journal none;
   none.closed = true;
   const Measured m = metered(*original_step, none);
-  original_step.reset();
-  original = {m.peak, m.kept, median(stock)};
-  base_seconds = median(ratios) * original.seconds;
-  const double base_forward = median(forward);
+  original = {m.peak, m.kept, 0};
+  double base_forward = 0;
   if (options.estimate) {
     double flops = 0, bytes = 0;
     for (const auto& v : plain.values)
       (v.flops > 0 ? flops : bytes) += v.flops > 0 ? v.flops : static_cast<double>(v.bytes);
     original.seconds = 3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond;
     base_seconds = 3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond;
+  } else {
+    // In turns: what else the machine does then slows both.
+    std::vector<double> stock, ratios, forward;
+    double spent = 0;
+    for (int i = 0; i < 9 && (i < 3 || spent < 6); ++i) {
+      say(fmt::format("planning: timing step {}", i + 1));
+      original_step->run();
+      step->run();
+      stock.push_back(original_step->forward_seconds + original_step->backward_seconds);
+      const double ours = step->forward_seconds + step->backward_seconds;
+      ratios.push_back(ours / stock.back());
+      forward.push_back(step->forward_seconds);
+      spent += stock.back() + ours;
+    }
+    original.seconds = median(stock);
+    base_seconds = median(ratios) * original.seconds;
+    base_forward = median(forward);
   }
+  original_step.reset();
 
   for (first_backward = 0; first_backward < base.slots.size() && !base.slots[first_backward].backward;)
     ++first_backward;
@@ -574,22 +556,13 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
   impl_->module = module;
   impl_->sites = std::move(sites);
   impl_->options = options;
-  for (const Site& s : impl_->sites) {
-    Module m = module;
-    for (size_t from = 0; from < s.module.size();) {
-      const size_t dot = std::min(s.module.find('.', from), s.module.size());
-      m = m.attr(s.module.substr(from, dot - from)).toModule();
-      from = dot + 1;
-    }
-    impl_->owners.push_back(m);
-  }
+  for (const Site& s : impl_->sites) impl_->owners.push_back(submodule(module, s.module));
   if (options.estimate) count_meta_allocations();
   impl_->inputs = inputs;
   ProfileOptions& run = impl_->run;
   run.method = options.method;
   run.device = options.device;
   run.seed = options.seed;
-  run.train = options.train;
   impl_->original_step = std::make_unique<TrainingStep>(original, inputs, run);
   impl_->step = std::make_unique<TrainingStep>(module, inputs, run);
   try {
@@ -650,7 +623,7 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
   std::vector<int64_t> budgets;
   const int64_t least = smallest().predicted_peak_bytes;
   for (int i = 0; i < count; ++i)
-    budgets.push_back(count == 1 ? least : least + (std::max(largest, least) - least) * i / (count - 1));
+    budgets.push_back(least + (std::max(largest, least) - least) * i / std::max(count - 1, 1));
   // A plan that was found for one budget serves all larger ones, so all are made before any is chosen.
   std::vector<double> gaps;
   for (int64_t b : budgets) gaps.push_back(plan(b).gap);
@@ -696,7 +669,6 @@ Planner::Batches Planner::batches(const std::vector<bool>& again, int64_t other)
       const std::vector<at::Tensor> copies(static_cast<size_t>((other + found.batch - 1) / found.batch), t);
       return at::cat(copies).narrow(0, 0, other).clone();
     }));
-  impl_->write(again);
   Journal one, two;
   const Measured a = impl_->measure(again, one);
   TrainingStep step(impl_->module, inputs, impl_->run);

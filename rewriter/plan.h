@@ -8,10 +8,8 @@
 // than the program thought, the program learns so and chooses again. What is given out was measured.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
-#include <nlohmann/json_fwd.hpp>
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,10 +21,9 @@ namespace tsmem {
 struct PlanOptions {
   std::string method = "forward", device = "cpu";
   uint64_t seed = 0;
-  bool train = true;
-  bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
-  double solve_seconds = 5,
-         gap = 0.003;  // of one solve: time limit; how far from the best it may end, of a step's seconds
+  bool estimate = false;     // run nothing: shapes from the meta device, seconds from FLOPs and bytes
+  double solve_seconds = 5;  // time limit of one solve
+  double gap = 0.003;        // how far from the best it may end, as a fraction of a step's seconds
   std::function<void(const std::string&)> progress;  // is told what runs now
 };
 
@@ -62,9 +59,9 @@ class Planner {
   std::vector<PlanPoint> front(int64_t largest, int count);
 
   // The peak of a step under a choice at other batch sizes, which is dimension 0 of every tensor in the input that has
-  // the first one's. From steps with the input and with a batch of `other`: between these two and beyond them, the bytes
-  // at each mark of a step are taken to grow in proportion. Throws Error(kBadInput) where the model does not take other
-  // batch sizes.
+  // the first one's. From steps with the input and with a batch of `other`: between these two and beyond them, the
+  // bytes at each mark of a step are taken to grow in proportion. Throws Error(kBadInput) where the model does not take
+  // other batch sizes.
   class Batches {
    public:
     int64_t batch = 0;  // of the input

@@ -143,7 +143,7 @@ std::string autocast_of(const Module& module, const std::string& method) {
   return "";
 }
 
-static Module submodule(Module m, const std::string& path) {
+Module submodule(Module m, const std::string& path) {
   for (size_t from = 0; from < path.size();) {
     const size_t dot = std::min(path.find('.', from), path.size());
     m = m.attr(path.substr(from, dot - from)).toModule();

@@ -77,6 +77,9 @@ void write_autocast(torch::jit::Module& module, const std::string& method, const
 // "bf16" or "f16" where write_autocast() has changed the method, else "".
 std::string autocast_of(const torch::jit::Module& module, const std::string& method);
 
+// The module at a path ("layer1.0"; "" for the root).
+torch::jit::Module submodule(torch::jit::Module m, const std::string& path);
+
 // Distinct classes of the module tree with the path of their first instance ("" for the root), parents first.
 struct ModuleClass {
   c10::ClassTypePtr type;

@@ -29,12 +29,6 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kF64Limit = 1e-9;   // A and B in float64
 constexpr double kRatioLimit = 2.0;  // median of B's error over A's
 
-double median(std::vector<double> v) {
-  if (v.empty()) return 0;
-  std::sort(v.begin(), v.end());
-  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
-}
-
 // A copy that shares nothing with the module, its compiled code included: its first call is a first call.
 Module fresh(const Module& m, const std::string& device) {
   std::stringstream bytes;
