@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <mutex>
@@ -26,12 +27,14 @@ constexpr double kMiB = 1024.0 * 1024.0;
 
 // What estimates take a device for: ten operations in the time of one byte.
 constexpr double kFlopsPerSecond = 1e11, kBytesPerSecond = 1e10;
+// Of the seconds measured alone: making something again is never free, however a loaded machine times it.
+constexpr double kLeastFactor = 0.05;
 // How often forward and backward of a cheap operator pass over its output's bytes: stock's norm and activation, and
 // ours, which are one operator.
 constexpr double kStockPasses = 9, kPasses = 7;
 
-// Sizes that the solver can do.
-constexpr size_t kMostColumns = 20000, kMostRows = 600;
+// Sizes that the solver can do in seconds.
+constexpr size_t kMostColumns = 20000, kMostCells = 4'000'000;
 
 // Live bytes in the slots between marks.
 struct Slot {
@@ -208,7 +211,13 @@ struct Planner::Impl {
   double predicted_seconds(const std::vector<bool>& again) const;
   std::vector<double> predicted_slots(const std::vector<bool>& again) const;
   const Tried& try_choice(const std::vector<bool>& again);
-  std::optional<std::vector<bool>> choose(std::optional<double> budget, double* gap);
+  std::vector<bool> greedy(double budget) const;
+  struct Choice {
+    std::vector<bool> again;
+    double gap = 0;
+    bool solved = false;  // by the solver
+  };
+  std::optional<Choice> choose(std::optional<double> budget);
   PlanPoint point(const Tried& t, int64_t budget, double gap) const;
   const Tried* best(int64_t budget) const;
 };
@@ -245,7 +254,7 @@ void Planner::Impl::set_up() {
   none.closed = true;
   const Measured m = metered(*original_step, none);
   original = {m.peak, m.kept, 0};
-  double base_forward = 0;
+  double all_seconds = 0, none_seconds = 0;  // of a step with everything made again, with nothing
   if (options.estimate) {
     double flops = 0, bytes = 0;
     for (const auto& v : plain.values)
@@ -253,22 +262,28 @@ void Planner::Impl::set_up() {
     original.seconds = 3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond;
     base_seconds = 3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond;
   } else {
-    // In turns: what else the machine does then slows both.
-    std::vector<double> stock, ratios, forward;
+    // In turns: what else the machine does then slows all.
+    std::vector<double> stock;
+    std::array<std::vector<double>, 3> ratios;
+    const std::array<std::vector<bool>, 3> choices = {base_again, all, std::vector<bool>(n)};
     double spent = 0;
     for (int i = 0; i < 9 && (i < 3 || spent < 6); ++i) {
       say(fmt::format("planning: timing step {}", i + 1));
       original_step->run();
-      step->run();
       stock.push_back(original_step->forward_seconds + original_step->backward_seconds);
-      const double ours = step->forward_seconds + step->backward_seconds;
-      ratios.push_back(ours / stock.back());
-      forward.push_back(step->forward_seconds);
-      spent += stock.back() + ours;
+      spent += stock.back();
+      for (size_t c = 0; c < choices.size(); ++c) {
+        write(choices[c]);
+        step->run();
+        const double ours = step->forward_seconds + step->backward_seconds;
+        ratios[c].push_back(ours / stock.back());
+        spent += ours;
+      }
     }
     original.seconds = median(stock);
-    base_seconds = median(ratios) * original.seconds;
-    base_forward = median(forward);
+    base_seconds = median(ratios[0]) * original.seconds;
+    all_seconds = median(ratios[1]) * original.seconds;
+    none_seconds = median(ratios[2]) * original.seconds;
   }
   original_step.reset();
 
@@ -336,11 +351,15 @@ void Planner::Impl::set_up() {
     site_seconds[v.site] += v.dear ? v.seconds + operands : v.seconds * static_cast<double>(makes[i]);
     site_flops[v.site] += v.dear ? v.flops : static_cast<double>(v.bytes / 4 * static_cast<int64_t>(makes[i]));
   }
-  // All of them were made in forward, which sets how long they can take; alone, small ones seem to take longer.
-  double alone = 0;
-  for (const Value& v : values) alone += v.seconds;
-  if (!options.estimate && alone > base_forward)
-    for (double& s : site_seconds) s *= base_forward / alone;
+  // What they take together was measured, of the dear ones and of the others.
+  if (!options.estimate)
+    for (const bool dear : {true, false}) {
+      double sum = 0;
+      for (size_t s = 0; s < n; ++s) sum += sites[s].dear == dear ? site_seconds[s] : 0;
+      const double measured = dear ? all_seconds - base_seconds : base_seconds - none_seconds;
+      for (size_t s = 0; s < n; ++s)
+        if (sites[s].dear == dear && sum > 0) site_seconds[s] *= std::max(measured / sum, kLeastFactor);
+    }
   correction.assign(slots, 0);
   tried.push_back({base_again, base, base_seconds});
 }
@@ -401,13 +420,78 @@ std::vector<double> Planner::Impl::predicted_slots(const std::vector<bool>& agai
   return live;
 }
 
-// Solves the program: the fastest choice for a budget, or without one the choice with the smallest peak.
-std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> budget, double* gap) {
+// A choice that fits by the program's own reckoning, or the one with the smallest peak where none of these does: what
+// costs the fewest seconds a byte is made again; or of the dear ones all but one in so many bytes (Chen et al.,
+// Training Deep Nets with Sublinear Memory Cost, 2016). What fits as well is kept then, the slowest a byte first.
+std::vector<bool> Planner::Impl::greedy(double budget) const {
+  std::vector<double> bytes(sites.size());
+  for (const Value& v : values)
+    if (v.site >= 0 && !v.fixed) bytes[v.site] += static_cast<double>(v.bytes);
+  std::vector<size_t> order;
+  for (size_t s = 0; s < sites.size(); ++s)
+    if (used[s]) order.push_back(s);
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return site_seconds[a] * bytes[b] < site_seconds[b] * bytes[a]; });
+  const auto peak = [&](const std::vector<bool>& again) {
+    const auto live = predicted_slots(again);
+    return *std::max_element(live.begin(), live.end());
+  };
+  std::vector<bool> found = base_again;
+  double least = peak(found);
+  const auto offer = [&](const std::vector<bool>& again) {
+    const double p = peak(again);
+    const bool better = p > budget ? p < least : least > budget || predicted_seconds(again) < predicted_seconds(found);
+    if (better) {
+      found = again;
+      least = p;
+    }
+    return p;
+  };
+  const auto first = [&](size_t count) {
+    std::vector<bool> again = base_again;
+    for (size_t i = 0; i < order.size(); ++i) again[order[i]] = i < count;
+    return again;
+  };
+  for (size_t over = 0, fits = order.size(); over < fits;) {
+    const size_t middle = over + (fits - over) / 2;
+    if (offer(first(middle)) <= budget)
+      fits = middle;
+    else
+      over = middle + 1;
+  }
+  double dear_bytes = 0;
+  for (const Value& v : values) dear_bytes += v.dear ? static_cast<double>(v.bytes) : 0;
+  for (double segment = dear_bytes; segment > dear_bytes / 1000; segment *= 0.8) {
+    std::vector<bool> again = base_again;
+    double since = 0;
+    for (const Value& v : values) {
+      if (v.site < 0 || v.fixed || !v.dear) continue;
+      since += static_cast<double>(v.bytes);
+      again[v.site] = since < segment;
+      if (since >= segment) since = 0;
+    }
+    offer(again);
+  }
+  const auto start = Clock::now();
+  for (auto s = order.rbegin(); s != order.rend() && least <= budget && Clock::now() - start < std::chrono::seconds(2);
+       ++s) {
+    if (!found[*s]) continue;
+    std::vector<bool> again = found;
+    again[*s] = false;
+    offer(again);
+  }
+  return found;
+}
+
+// Solves the program: the fastest choice for a budget, or without one the choice with the smallest peak. Where the
+// solver finds none in its time, or the program is too large for it, the greedy one. Nothing where there is none.
+std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double> budget) {
   const size_t slots = base.slots.size(), n = sites.size();
   Milp p;
   std::vector<int> x(n, -1);
+  // The smallest peak does not depend on how long anything takes today.
   for (size_t s = 0; s < n; ++s)
-    if (used[s]) x[s] = p.add(0, 1, budget ? site_seconds[s] : 1e-3 * site_seconds[s], true);
+    if (used[s]) x[s] = p.add(0, 1, budget ? site_seconds[s] : 1e-3 * site_flops[s] / kFlopsPerSecond, true);
   const int peak = budget ? -1 : p.add(0, 1e15, 1, false);
   std::vector<std::vector<std::pair<int, double>>> live(slots);  // terms of each slot's bytes, in MiB
   std::vector<double> constant(slots);
@@ -485,7 +569,8 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
       }
     }
   }
-  const size_t group = (slots + kMostRows - 1) / kMostRows;
+  const size_t most_rows = std::clamp<size_t>(kMostCells / std::max<size_t>(1, p.columns.size()), 100, 600);
+  const size_t group = (slots + most_rows - 1) / most_rows;
   for (size_t t = 0; t < slots; ++t) {
     // Of a very long step the highest slot of each group.
     const size_t begin = t / group * group, end = std::min(begin + group, slots);
@@ -496,24 +581,26 @@ std::optional<std::vector<bool>> Planner::Impl::choose(std::optional<double> bud
     p.rows.push_back({{sum.begin(), sum.end()}, (budget ? *budget / kMiB : 0) - constant[t]});
   }
   const auto start = Clock::now();
-  std::vector<double> first;
-  if (budget) {
-    if (const Tried* t = best(static_cast<int64_t>(*budget))) {
-      first.resize(p.columns.size());
-      for (size_t i = 0; i < n; ++i)
-        if (x[i] >= 0) first[x[i]] = t->again[i];
-    }
-  }
+  std::vector<bool> again = greedy(budget.value_or(0));
+  if (budget)
+    if (const Tried* t = best(static_cast<int64_t>(*budget)); t && t->seconds < predicted_seconds(again))
+      again = t->again;
+  std::vector<double> first(budget ? p.columns.size() : 0);
+  for (size_t i = 0; i < n; ++i)
+    if (budget && x[i] >= 0) first[x[i]] = again[i];
   const double most = static_cast<double>(base.peak) / kMiB;
-  const MilpSolution s = solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
+  MilpSolution s;
+  if (p.columns.size() < 2 * kMostColumns)
+    s = solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
   solving += std::chrono::duration<double>(Clock::now() - start).count();
   ++solves;
-  if (!s.found) return std::nullopt;
-  if (gap) *gap = s.gap / base_seconds;
-  std::vector<bool> again = base_again;
+  if (s.infeasible) return std::nullopt;
+  // Without an answer nothing is known but that making something again takes time.
+  if (!s.found)
+    return Choice{again, (predicted_seconds(again) - predicted_seconds(std::vector<bool>(n))) / base_seconds, false};
   for (size_t i = 0; i < n; ++i)
     if (x[i] >= 0) again[i] = s.values[x[i]] > 0.5;
-  return again;
+  return Choice{again, s.gap / base_seconds, true};
 }
 
 const Planner::Impl::Tried& Planner::Impl::try_choice(const std::vector<bool>& again) {
@@ -583,10 +670,10 @@ Planner::~Planner() = default;
 PlanPoint Planner::smallest() {
   for (int i = 0; i < 4; ++i) {
     impl_->say("planning: the smallest budget");
-    const auto choice = impl_->choose(std::nullopt, nullptr);
+    const auto choice = impl_->choose(std::nullopt);
     if (!choice) break;
     const size_t before = impl_->tried.size();
-    impl_->try_choice(*choice);
+    impl_->try_choice(choice->again);
     if (impl_->tried.size() == before) break;
   }
   const Impl::Tried* least = nullptr;
@@ -599,14 +686,18 @@ PlanPoint Planner::plan(int64_t budget) {
   double margin = 0, gap = 0;
   for (int i = 0; i < 8; ++i) {
     impl_->say("planning: solving");
-    const auto choice = impl_->choose(static_cast<double>(budget) - margin, &gap);
+    const auto choice = impl_->choose(static_cast<double>(budget) - margin);
     if (!choice) break;
+    gap = choice->gap;
     const size_t before = impl_->tried.size();
-    const auto& t = impl_->try_choice(*choice);
+    const auto& t = impl_->try_choice(choice->again);
     const auto over = static_cast<double>(t.measured.peak - budget);
     if (over <= 0) break;
     // The same choice again: the corrections did not tell.
-    if (impl_->tried.size() == before) margin += over;
+    if (impl_->tried.size() == before) {
+      if (!choice->solved) break;
+      margin += over;
+    }
   }
   if (const auto* t = impl_->best(budget)) return impl_->point(*t, budget, gap);
   const PlanPoint least = smallest();

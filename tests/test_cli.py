@@ -81,6 +81,11 @@ def test_rewrite_verifies_with_an_input(model, tmp_path):
     assert "Verified" in done.stdout and (tmp_path / "out.pt").exists()
 
 
+def test_rewrite_without_verification(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--input", "2x3x16x16", "--no-verify")
+    assert done.returncode == 0 and "Verified" not in done.stdout and (tmp_path / "out.pt").exists()
+
+
 def test_rewrite_json(model, tmp_path):
     done = run("rewrite", model, "-o", tmp_path / "out.pt", "--json", tmp_path / "report.json")
     assert done.returncode == 0, done.stderr

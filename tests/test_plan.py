@@ -324,6 +324,16 @@ def test_resnet(files):
     assert_close(step(double(out), x), step(double(files.model("resnet18")), x))
 
 
+def test_a_plan_without_the_time_to_solve(files):
+    """As in networks of many thousands of layers: a choice that fits all the same, and an honest gap."""
+    out, report = files.planned("unet", "60%", IMAGE, "--solve-seconds", "1e-6")
+    p = report["predicted"]
+    assert p["gap"] > 0.003 and p["run_again"]
+    assert p["peak_bytes"] <= p["budget"] and abs(peak(out) / p["peak_bytes"] - 1) < 0.001
+    _, solved = files.planned("unet", "60%")
+    assert solved["predicted"]["gap"] < p["gap"]
+
+
 def test_a_budget_that_cannot_be_met(files, tmp_path):
     out = tmp_path / "out.pt"
     says = fails(4, "rewrite", files.model("unet"), "-o", out, *INPUT, "--budget", "1KiB", says="smallest possible budget")
