@@ -166,6 +166,29 @@ TEST(Verify, RandomStream) {
   expect_unequal(net(dropped), "random");
 }
 
+TEST(Verify, DrawsThatDependOnRoundingAreJudgedByTheFirstModelsOwn) {
+  // As in a traced detector: it does not run in float64, and draws for what lies in the last digits of a feature.
+  const std::string source = R"(
+def forward(self, x):
+  y = torch.tanh(torch.conv2d(x, self.weight, self.bias))
+  one = torch.mm(torch.ones([1, 1]), y.float().sum().reshape([1, 1]).to(x.dtype))
+  n = int(torch.frac(y.detach().float().sum() * 4096).item() * 64)
+  return y * torch.rand([n + 1]).sum().clamp(1, 1) * one.detach().sign().abs()
+)";
+  const auto other =
+      with(source, "torch.conv2d(x, self.weight, self.bias)", "torch.conv2d(x, self.weight * 1.0000002, self.bias)");
+  auto r = check(net(source), net(other));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_TRUE(std::any_of(r.notes.begin(), r.notes.end(),
+                          [](auto& n) { return n.find("own draws differ too") != std::string::npos; }));
+  // Draws that do not depend on rounding, in a model that does not run in float64.
+  const auto steady = with(source, "torch.rand([n + 1])", "torch.rand([3])");
+  EXPECT_TRUE(check(net(steady), net(steady)).equal);
+  r = check(net(steady), net(with(steady, "[3]", "[4]")));
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("draw random numbers differently"), std::string::npos) << r.verdict;
+}
+
 TEST(Verify, DrawsThatDependOnRoundingAreJudgedInFloat64) {
   const std::string source = R"(
 def forward(self, x):
