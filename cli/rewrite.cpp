@@ -314,7 +314,7 @@ void print_plan(const json& p) {
   const auto bytes = [&](const char* key) { return p[key].get<double>(); };
   print(
       fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} "
-                  "convolutions and linear layers run again in backward\n",
+                  "convolutions, linear layers and the like run again in backward\n",
                   bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
                   bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
                   p["run_again"].size()));
@@ -424,7 +424,7 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option(
          "--level", o->level,
          "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
-         "convolution is. plan: the fastest choice for --budget, convolutions and linear layers included")
+         "convolution is. plan: the fastest choice for --budget, convolutions, linear layers and attentions included")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")

@@ -300,7 +300,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be made again from them
-        if (pieces == Pieces::yes && !kept) held->sources.push_back(t);
+        if (pieces == Pieces::yes ? !kept : pieces == Pieces::copy && kept && t.is_view()) held->sources.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));
@@ -310,6 +310,15 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     k.version = output._version();
   });
   if (!held->sources.empty()) output.unsafeGetTensorImpl()->set_backend_meta(std::move(held));
+}
+
+bool costs_nothing(const Tensor& t) {
+  std::vector<Tensor> leaves;
+  return !hooks_active() && (kept_anyway(t) || usable_recipe(t, leaves));
+}
+
+void keeps_itself(const Tensor& output) {
+  if (output.grad_fn()) mark_kept(output);
 }
 
 bool may_overwrite_first(const std::vector<Tensor>& operands, const std::vector<bool>& spare) {

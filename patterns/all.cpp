@@ -5,9 +5,29 @@ namespace tsmem {
 const std::vector<Pattern>& all_patterns() {
   // Longer chains first: the first pattern that matches a node takes it.
   static const std::vector<Pattern> patterns = {
-      conv_bn_act_recompute(), conv_bn_act(), bn_act_max_pool(), bn_add_act(),  bn_act_mul(), bn_act(),   batch_norm(),
-      instance_norm(),         act_mul(),     activation(),      convolution(), dropout(),    max_pool(), shape_only(),
-      smooth_activation(),     linear(),      layer_norm(),      cat(),         add(),        mul(),
+      conv_bn_act_recompute(),
+      conv_bn_act(),
+      bn_act_max_pool(),
+      bn_add_act(),
+      bn_act_mul(),
+      bn_act(),
+      batch_norm(),
+      instance_norm(),
+      act_mul(),
+      activation(),
+      convolution(),
+      dropout(),
+      max_pool(),
+      shape_only(),
+      smooth_activation(),
+      linear(),
+      layer_norm(),
+      cat(),
+      add(),
+      mul(),
+      attention(),
+      softmax(),
+      copies(),
   };
   return patterns;
 }

@@ -23,6 +23,9 @@ Pattern layer_norm();
 Pattern instance_norm();
 Pattern cat();
 Pattern add();
+Pattern attention();
+Pattern copies();
+Pattern softmax();
 Pattern mul();
 
 // Activations whose derivative is one of two numbers: 1 bit an element. And those whose derivative needs their input.

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
+#include <set>
 #include <unordered_set>
 
 namespace tsmem {
@@ -169,9 +170,11 @@ static bool returns_argument(const Node* call) {
 }
 
 Offers offers_recompute(const std::string& op) {
+  static const std::set<std::string> products = {"tsmem::linear", "tsmem::matmul",
+                                                 "tsmem::scaled_dot_product_attention"};
   for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
     if (!o->schema().arguments().empty() && o->schema().arguments().back().name() == "recompute")
-      return op.find("conv") != std::string::npos || op == "tsmem::linear" ? Offers::dear : Offers::cheap;
+      return op.find("conv") != std::string::npos || products.count(op) ? Offers::dear : Offers::cheap;
   return Offers::nothing;
 }
 

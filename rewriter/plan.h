@@ -2,7 +2,7 @@
 // possible.
 //
 // The module is rewritten at Level::plan: each output that backward could make again has an attribute that says whether
-// it does. A step is measured once with everything cheap made again and everything dear (convolutions, linear layers)
+// it does. A step is measured once with everything cheap made again and everything dear (convolutions, products)
 // kept: live bytes at the backward of every node, the seconds that it takes to make each value, and who needs which
 // value when. From these a mixed-integer program chooses; a step under that choice is measured, and where it needs more
 // than the program thought, the program learns so and chooses again. What is given out was measured.

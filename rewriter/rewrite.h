@@ -9,8 +9,8 @@ namespace tsmem {
 
 // ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept
 // anyway (norms, activations, sums, concatenations between convolutions) are made again in backward.
-// plan: each of these outputs, and those of convolutions and linear layers, is made again where an attribute of its
-// module says so; at first as at regions. rewriter/plan.h chooses.
+// plan: each of these outputs, and those of convolutions, linear layers and the like, is made again where an attribute
+// of its module says so; at first as at regions. rewriter/plan.h chooses.
 enum class Level { ops, regions, plan };
 
 struct RewriteOptions {
@@ -47,7 +47,7 @@ struct Site {
   std::string module;     // path of the instance
   std::string attribute;  // its attribute, an integer: made again where it is positive
   std::string op;
-  bool dear;  // a convolution or linear layer
+  bool dear;  // a convolution, linear layer, product of matrices or attention
 };
 
 struct RewriteReport {

@@ -66,7 +66,7 @@ def eager(name):
         return models.build("tv:resnet18")
     return {
         "unet": lambda: small.UNet((8, 16, 32)), "residual": small.Residual, "branches": Branches, "unknown": Unknown,
-        "linear": lambda: torch.nn.Linear(64, 32),
+        "linear": lambda: torch.nn.Linear(64, 32), "attention": small.Attention,
     }[name]().train()  # fmt: skip
 
 
@@ -322,6 +322,17 @@ def test_resnet(files):
     assert measured <= p["budget"] and abs(measured - p["peak_bytes"]) <= 0.02 * p["peak_bytes"]
     x = torch.randn(numbers(spec), dtype=torch.float64)
     assert_close(step(double(out), x), step(double(files.model("resnet18")), x))
+
+
+def test_attention_is_made_again(files):
+    """Fused, or spelled out."""
+    spec = "8x3x64x64"
+    out, report = files.planned("attention", "57%", spec)
+    p = report["predicted"]
+    assert {"tsmem::linear", "tsmem::matmul"} <= {site["op"] for site in p["run_again"]}
+    assert peak(out, spec) <= p["budget"]
+    x = torch.randn(numbers(spec), dtype=torch.float64)
+    assert_close(step(double(out), x), step(double(files.model("attention")), x))
 
 
 def test_a_plan_without_the_time_to_solve(files):

@@ -527,6 +527,39 @@ TEST(Regions, DoesNotTakeASumOfWhatIsNotMadeAgain) {
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
 }
 
+TEST(Regions, AttentionAndItsCopies) {
+  Module m = net(R"(
+    def forward(self, x):
+        n, c, h, w = x.shape
+        q = self.conv.forward(x).reshape([n, 2, c // 2, h * w]).transpose(2, 3)
+        y = torch.scaled_dot_product_attention(q, q, q * 0.5)
+        p = torch.softmax(torch.matmul(y, q.transpose(2, 3)), -1)
+        z = torch.matmul(p, y).transpose(1, 2).contiguous().view([n, h * w, c])
+        return torch.roll(z, [1], [1]).transpose(1, 2).reshape([n, c, h, w])
+  )");
+  Module original = reload(m);
+  const auto found = names(rewrite(m, regions()));
+  // The first reshape is a view of what the convolution has made.
+  EXPECT_EQ(std::count(found.begin(), found.end(), "copies"), 3);
+  EXPECT_EQ(std::count(found.begin(), found.end(), "attention"), 3);
+  EXPECT_EQ(std::count(found.begin(), found.end(), "softmax"), 1);
+  expect_same_numbers(original, m, image());
+  const auto without = names(rewrite(m, {}));  // at level ops they would save nothing
+  for (const char* name : {"attention", "softmax", "copies"})
+    EXPECT_EQ(std::count(without.begin(), without.end(), name), 0);
+}
+
+TEST(Regions, ASumOfNormsOfInstancesIsMadeAgain) {
+  Module m = net(R"(
+    def forward(self, x):
+        n = torch.instance_norm(self.conv.forward(x), None, None, None, None, True, 0.1, 1e-5, False)
+        return n + x
+  )");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, regions())), (V{"add", "conv", "instance-norm"}));
+  expect_same_numbers(original, m, image());
+}
+
 TEST(Checkpoint, WrapsTheCallsAndIsUndone) {
   Module block =
       net("def forward(self, x, k: int):\n    return torch.relu(self.bn.forward(self.conv.forward(x))) * k, k\n");

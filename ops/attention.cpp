@@ -1,0 +1,257 @@
+// Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
+//
+// Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
+// logarithm a row; with `recompute` neither of the latter. A product of matrices keeps the factors themselves, where
+// stock's keeps the copies that it makes of transposed ones. softmax keeps its output, or nothing where that can be
+// made again. Everything else is stock's.
+//
+// Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
+// aten::_softmax.
+#include <torch/library.h>
+
+#include "recompute.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kFlash = 1;  // sdp::SDPBackend::flash_attention
+
+// What an attention that is made again found the last time. Its output is held for the op's own backward by the recipe.
+struct Again {
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> out;
+  Tensor logsumexp;
+  std::mutex mutex;
+
+  std::pair<Tensor, Tensor> take() {
+    std::lock_guard lock(mutex);
+    auto impl = out ? out->lock() : nullptr;
+    return {impl ? Tensor(std::move(impl)) : Tensor(), std::exchange(logsumexp, Tensor())};
+  }
+  void put(const Tensor& made, const Tensor& sums) {
+    std::lock_guard lock(mutex);
+    out.emplace(made.getIntrusivePtr());
+    logsumexp = sums;
+  }
+};
+
+struct AttentionArgs {
+  OptTensor mask;
+  bool causal = false;
+  std::optional<double> scale;
+  std::shared_ptr<Again> again;  // null: the output is kept
+};
+
+std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
+  at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
+  return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, a.mask, a.scale);
+}
+
+struct Attention : torch::autograd::Function<Attention> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const AttentionArgs& args) {
+    ctx->set_materialize_grads(false);
+    Keeper keeper;
+    for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
+    keeper.add(value_or_undefined(args.mask), true);
+    const auto [out, logsumexp] = flash(q, k, v, args);
+    keeper.add(args.again ? Tensor() : out, true);
+    keeper.add(args.again ? Tensor() : logsumexp, true);
+    keeper.save(ctx);
+    auto& data = ctx->saved_data;
+    data["causal"] = args.causal;
+    data["scale"] = args.scale;
+    if (args.again) data["again"] = at::IValue::make_capsule(c10::make_intrusive<Shared>(args.again));
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(4);
+    auto& data = ctx->saved_data;
+    Tensor out, logsumexp;
+    // Before Kept lets the output go.
+    if (data.count("again"))
+      std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
+    const Kept kept(ctx);
+    const Tensor q = kept[0], k = kept[1], v = kept[2];
+    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), nullptr};
+    if (!data.count("again")) {
+      out = kept[4];
+      logsumexp = kept[5];
+    } else if (!out.defined() || !logsumexp.defined()) {
+      at::NoGradGuard no_grad;
+      std::tie(out, logsumexp) = flash(q, k, v, args);
+    }
+    auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0,
+                                                                                 args.causal, args.mask, args.scale);
+    std::vector<Tensor> g = {gq, gk, gv, Tensor()};
+    for (int i : {0, 1, 2})
+      if (!ctx->needs_input_grad(i)) g[i] = Tensor();
+    return kept.refuse_double_backward(std::move(g), "scaled_dot_product_attention", grad);
+  }
+
+  struct Shared : torch::CustomClassHolder {
+    explicit Shared(std::shared_ptr<Again> a) : again(std::move(a)) {}
+    std::shared_ptr<Again> again;
+  };
+};
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& attn_mask, double dropout_p,
+                 bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t recompute) {
+  OptTensor mask = defined(attn_mask);
+  const auto alike = [&](const Tensor& t) {
+    return plain(t) && t.is_cpu() && t.dim() == 4 && t.numel() > 0 && t.scalar_type() == q.scalar_type();
+  };
+  const bool ours = needs_grad(q, k, v) && alike(q) && alike(k) && alike(v) && dropout_p == 0 && !enable_gqa &&
+                    (!mask || (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type())) &&
+                    at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) == kFlash;
+  if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+  AttentionArgs args{mask, is_causal, scale, recompute > 0 ? std::make_shared<Again>() : nullptr};
+  const Tensor out = Attention::apply(q, k, v, args);
+  if (!args.again) keeps_itself(out);
+  const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
+  offer(
+      out, {q, k, v, value_or_undefined(mask)},
+      [args](std::vector<Tensor>& from, const std::vector<bool>&) {
+        AttentionArgs with = args;
+        with.mask = optional(from[3]);
+        const auto [made, logsumexp] = flash(from[0], from[1], from[2], with);
+        if (args.again) args.again->put(made, logsumexp);
+        return made;
+      },
+      recompute, Pieces::no, flops);
+  return out;
+}
+
+struct Matmul : torch::autograd::Function<Matmul> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->set_materialize_grads(false);
+    Keeper keeper;
+    keeper.add(b.requires_grad() ? a : Tensor());
+    keeper.add(a.requires_grad() ? b : Tensor());
+    keeper.save(ctx);
+    ctx->saved_data["a"] = a.sizes();
+    ctx->saved_data["b"] = b.sizes();
+    at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
+    return at::matmul(a, b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(2);
+    const Kept kept(ctx);
+    const auto a_sizes = ctx->saved_data["a"].toIntVector(), b_sizes = ctx->saved_data["b"].toIntVector();
+    std::vector<Tensor> g(2);
+    if (ctx->needs_input_grad(1)) {
+      const Tensor a = kept[0];
+      g[1] = b_sizes.size() == 2
+                 ? a.reshape({-1, a.size(-1)}).t().mm(grad.reshape({-1, grad.size(-1)}))  // not one product an image
+                 : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
+    }
+    if (ctx->needs_input_grad(0)) g[0] = at::matmul(grad, kept[1].transpose(-2, -1)).sum_to_size(a_sizes);
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "matmul", grad);
+    return g;
+  }
+};
+
+Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
+  const bool ours = needs_grad(a, b) && plain(a) && plain(b) && a.scalar_type() == b.scalar_type() &&
+                    a.device() == b.device() && b.dim() >= 2 && a.dim() >= (b.dim() == 2 ? 2 : 3) && a.numel() > 0 &&
+                    b.numel() > 0;
+  if (!ours) return at::matmul(a, b);
+  const Tensor out = Matmul::apply(a, b);
+  offer(
+      out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::matmul(from[0], from[1]); },
+      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
+  return out;
+}
+
+struct Softmax : torch::autograd::Function<Softmax> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again) {
+    ctx->set_materialize_grads(false);
+    const Tensor out = at::softmax(x, dim);
+    Keeper keeper;
+    keeper.add(again ? x : Tensor());
+    keeper.add(again ? Tensor() : out, true);
+    keeper.save(ctx);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["again"] = again;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(3);
+    const Kept kept(ctx);
+    const int64_t dim = ctx->saved_data["dim"].toInt();
+    const bool again = ctx->saved_data["again"].toBool();
+    const Tensor out = again ? at::softmax(kept[0], dim) : kept[1];
+    std::vector<Tensor> g = {at::_softmax_backward_data(grad, out, dim, out.scalar_type()), Tensor(), Tensor()};
+    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "softmax", grad);
+    return g;
+  }
+};
+
+Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype, int64_t recompute) {
+  if (!needs_grad(x) || !plain(x) || x.numel() == 0 || (dtype && *dtype != x.scalar_type()))
+    return at::softmax(x, dim, dtype);
+  // Its input in place of its output, where that costs nothing.
+  const bool again = recompute > 0 && costs_nothing(x);
+  const Tensor out = Softmax::apply(x, dim, again);
+  if (!again) keeps_itself(out);
+  offer(
+      out, {x}, [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::softmax(from[0], dim); },
+      recompute);
+  return out;
+}
+
+template <c10::DeviceType device>
+struct Autocast {
+  const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
+  c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
+  Tensor cast(const Tensor& t, at::ScalarType to) const { return at::autocast::cached_cast(to, t, device); }
+
+  static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask, double dropout_p,
+                          bool causal, std::optional<double> scale, bool gqa, int64_t recompute) {
+    const Autocast a;
+    return tsmem::attention(a.cast(q, a.low), a.cast(k, a.low), a.cast(v, a.low),
+                            at::autocast::cached_cast(a.low, mask, device), dropout_p, causal, scale, gqa, recompute);
+  }
+  static Tensor matmul(const Tensor& x, const Tensor& y, int64_t recompute) {
+    const Autocast a;
+    return tsmem::matmul(cast_for_autocast(a.low, x, device), cast_for_autocast(a.low, y, device), recompute);
+  }
+  // CUDA's autocast runs it in float32, the CPU's leaves it alone.
+  static Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype, int64_t recompute) {
+    const Autocast a;
+    return tsmem::softmax(device == at::kCUDA && !dtype ? a.cast(x, at::kFloat) : x, dim, dtype, recompute);
+  }
+};
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
+  m.def(
+      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
+      "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int recompute=0) -> Tensor",
+      TORCH_FN(attention));
+  m.def("matmul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(matmul));
+  m.def("softmax(Tensor self, int dim, ScalarType? dtype=None, int recompute=0) -> Tensor", TORCH_FN(softmax));
+}
+TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
+  if (another_copy_registered()) return;
+  m.impl("scaled_dot_product_attention", TORCH_FN(Autocast<c10::DeviceType::CPU>::attention));
+  m.impl("matmul", TORCH_FN(Autocast<c10::DeviceType::CPU>::matmul));
+}
+TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
+  if (another_copy_registered()) return;
+  m.impl("scaled_dot_product_attention", TORCH_FN(Autocast<c10::DeviceType::CUDA>::attention));
+  m.impl("matmul", TORCH_FN(Autocast<c10::DeviceType::CUDA>::matmul));
+  m.impl("softmax", TORCH_FN(Autocast<c10::DeviceType::CUDA>::softmax));
+}
+
+}  // namespace
+}  // namespace tsmem

@@ -1,0 +1,44 @@
+// Copies in another order of the same elements, which backward can make again: contiguous, reshape, roll. They keep
+// nothing, as stock's. contiguous and reshape return views where stock's do.
+#include <torch/library.h>
+
+#include "recompute.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+
+template <class F>
+Tensor offered(const Tensor& x, int64_t recompute, F f) {
+  const Tensor out = f(x);
+  if (needs_grad(x) && plain(x) && !out.is_alias_of(x))
+    offer(
+        out, {x}, [f](std::vector<Tensor>& from, const std::vector<bool>&) { return f(from[0]); }, recompute,
+        Pieces::copy);
+  return out;
+}
+
+Tensor contiguous(const Tensor& x, at::MemoryFormat format, int64_t recompute) {
+  return offered(x, recompute, [format](const Tensor& t) { return t.contiguous(format); });
+}
+
+Tensor reshape(const Tensor& x, at::IntArrayRef shape, int64_t recompute) {
+  return offered(x, recompute, [shape = shape.vec()](const Tensor& t) { return t.reshape(shape); });
+}
+
+Tensor roll(const Tensor& x, at::IntArrayRef shifts, at::IntArrayRef dims, int64_t recompute) {
+  return offered(x, recompute,
+                 [shifts = shifts.vec(), dims = dims.vec()](const Tensor& t) { return at::roll(t, shifts, dims); });
+}
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
+  m.def("contiguous(Tensor(a) self, MemoryFormat memory_format=contiguous_format, int recompute=0) -> Tensor(a)",
+        TORCH_FN(contiguous));
+  m.def("reshape(Tensor(a) self, int[] shape, int recompute=0) -> Tensor(a)", TORCH_FN(reshape));
+  m.def("roll(Tensor self, int[1] shifts, int[1] dims=[], int recompute=0) -> Tensor", TORCH_FN(roll));
+}
+
+}  // namespace
+}  // namespace tsmem

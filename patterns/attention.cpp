@@ -1,0 +1,18 @@
+#include "patterns/all.h"
+#include "patterns/same_schema.h"
+
+namespace tsmem {
+
+// y = softmax(q k^T / sqrt(d)) v, z = a b.
+Pattern attention() {
+  return {.name = "attention",
+          .algebra = "y = scaled_dot_product_attention(q, k, v), or z = matmul(a, b)",
+          .keeps =
+              "before: q, k, v, y, or copies of a and b; after: q, k, v or what they are made from, y where that is "
+              "not made again, or a and b or what they are made from",
+          .conditions = "none",
+          .for_regions = true,
+          .rules = {same_schema("scaled_dot_product_attention", 8), same_schema("matmul", 2)}};
+}
+
+}  // namespace tsmem

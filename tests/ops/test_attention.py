@@ -1,0 +1,265 @@
+"""Attention, matrix products, softmax, and copies: against stock, what is kept, and made again."""
+import gc
+import itertools
+
+import pytest
+import torch
+import tsmem  # noqa: F401  loads the operators
+from op_checks import DTYPES, assert_equal, live_bytes, run
+
+ops = torch.ops.tsmem
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def heads(batch=2, number=3, length=17, width=8, dtype=torch.float64, seed=0, other=None):
+    """query, key, value as views of one product, as attention layers have them; key and value of another length: apart."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(batch, length, 3, number, width, generator=g, dtype=torch.float64).to(dtype).permute(2, 0, 3, 1, 4)
+    if other:
+        k, v = torch.randn(2, batch, number, other, width, generator=g, dtype=torch.float64).to(dtype)
+    return q, k, v
+
+
+def needing(tensors, needs):
+    return [t.detach().clone(memory_format=torch.preserve_format).requires_grad_(n) for t, n in zip(tensors, needs)]
+
+
+@pytest.mark.parametrize("again", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_equals_stock(dtype, again):
+    """Bit for bit: the same kernels run."""
+    for shape, causal, scale, masked in itertools.product([(2, 3, 17, 8), (1, 1, 1, 1), (3, 2, 33, 5)], (False, True), (None, 0.3), (False, True)):
+        q, k, v = heads(*shape, dtype=dtype)
+        mask = torch.randn(shape[2], shape[2], generator=torch.Generator().manual_seed(1)).to(dtype) if masked and not causal else None
+        for _ in range(2):
+            got = run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, False, again), *needing((q, k, v), [True] * 3))
+            want = run(lambda q, k, v: sdpa(q, k, v, mask, 0.0, causal, scale=scale), *needing((q, k, v), [True] * 3))
+            assert_equal(got, want)
+
+
+@pytest.mark.parametrize("needs", itertools.product((False, True), repeat=3))
+def test_attention_every_combination_of_gradients(needs):
+    for again, other in itertools.product((0, 1), (None, 9)):
+        inputs = needing(heads(other=other), needs)
+        assert_equal(run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, recompute=again), *inputs), run(sdpa, *inputs))
+
+
+def test_attention_that_is_stocks():
+    """Dropout, a boolean mask, a mask that needs a gradient, groups of heads, three dimensions, no element: the same result as stock's, whatever it is."""
+    q, k, v = needing(heads(number=4), [True] * 3)
+    few = [t[:, :2] for t in (k, v)]
+    bias = torch.randn(17, 17, dtype=torch.float64, requires_grad=True)
+    for args, options in (
+        ((q, k, v), {"dropout_p": 0.5}),
+        ((q, k, v), {"attn_mask": torch.rand(17, 17) > 0.3}),
+        ((q, k, v), {"attn_mask": bias}),
+        ((q, *few), {"enable_gqa": True}),
+        ((q[0], k[0], v[0]), {}),
+        ((q[:0], k[:0], v[:0]), {}),
+    ):
+        torch.manual_seed(3)
+        want = sdpa(*args, **options)
+        torch.manual_seed(3)
+        got = ops.scaled_dot_product_attention(*args, **options)
+        assert torch.equal(got, want)
+        wanted = [q, k, v] + ([bias] if options.get("attn_mask") is bias else [])
+        assert_equal(torch.autograd.grad(got.square().sum(), wanted), torch.autograd.grad(want.square().sum(), wanted))
+    with pytest.raises(RuntimeError):
+        ops.scaled_dot_product_attention(q, k[..., :3], v)
+
+
+def test_attention_gradcheck():
+    inputs = needing(heads(1, 2, 5, 3), [True] * 3)
+    for again in (0, 1):
+        assert torch.autograd.gradcheck(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, recompute=again), inputs)
+
+
+def test_attention_second_derivatives_are_refused_by_name():
+    inputs = needing(heads(), [True] * 3)
+    y = ops.scaled_dot_product_attention(*inputs)
+    (g,) = torch.autograd.grad(y.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="tsmem::scaled_dot_product_attention: second derivatives"):
+        g.sum().backward()
+
+
+SHAPES = [((4, 5), (5, 6)), ((2, 4, 5), (5, 6)), ((2, 3, 4, 5), (2, 3, 5, 6)), ((2, 1, 4, 5), (3, 5, 6)), ((1, 4, 5), (7, 5, 1)), ((3, 1, 1), (3, 1, 1))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("a,b", SHAPES)
+def test_matmul_equals_stock(a, b, dtype):
+    x, y = torch.randn(a, dtype=torch.float64).to(dtype), torch.randn(b[:-2] + (b[-1], b[-2]), dtype=torch.float64).to(dtype).mT
+    for needs, again in itertools.product(itertools.product((False, True), repeat=2), (-1, 0, 1)):
+        inputs = needing((x, y), needs)
+        got, want = run(lambda a, b: ops.matmul(a, b, again), *inputs), run(torch.matmul, *inputs)
+        assert got[0].is_contiguous() == want[0].is_contiguous()
+        for g, w in zip(got, want):
+            torch.testing.assert_close(g, w, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps * float(w.abs().max()))
+
+
+def test_matmul_derivatives_and_what_is_stocks():
+    a, b = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(ops.matmul, (a, b))
+    for x, y in ((a, b[0, :, 0]), (a[0, 0], b), (a[0], b), (a[0, 0], b[0, :, 0]), (a[:0], b[:0])):
+        got, want = ops.matmul(x, y), torch.matmul(x, y)
+        assert_equal([got, *torch.autograd.grad(got.sum(), (a, b))], [want, *torch.autograd.grad(want.sum(), (a, b))])
+    with pytest.raises(RuntimeError):
+        ops.matmul(a, b[:, :3])
+    with pytest.raises(RuntimeError):
+        ops.matmul(a, b.float())
+
+
+def test_matmul_keeps_no_copies():
+    q, k, _ = needing(heads(4, 4, 64, 16, torch.float32), [True] * 3)
+    q = torch.randn(4, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)[0].requires_grad_()
+    product = lambda f: lambda: f(q, k.transpose(-2, -1))  # noqa: E731
+    copy = q.numel() * 4
+    assert live_bytes(product(torch.matmul)) >= copy  # of q, whose heads do not lie one after the other
+    assert live_bytes(product(ops.matmul)) < copy / 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("again", [-1, 0, 1])
+def test_softmax_equals_stock(dtype, again):
+    for shape, dim in (((3, 4, 33), -1), ((5, 7), 0), ((1,), 0), ((2, 3, 4, 5), 1)):
+        x = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+        assert_equal(run(lambda x: ops.softmax(x, dim, None, again), x), run(lambda x: torch.softmax(x, dim), x))
+        assert_equal(run(lambda x: ops.softmax(x, dim, torch.float64, again), x), run(lambda x: torch.softmax(x, dim, dtype=torch.float64), x))
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: ops.softmax(x, -1, None, again), x)
+    assert torch.autograd.gradgradcheck(lambda x: ops.softmax(x, -1, None, 0), x)
+    with pytest.raises(IndexError):
+        ops.softmax(x, 2)
+
+
+def by_hand(x, w, again):
+    """Attention spelled out, with a projection before and after; `again`: its recompute arguments."""
+    b, n, c = x.shape
+    q, k, v = ops.linear(x, w[0], None, again).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    p = ops.softmax(ops.matmul(q, k.transpose(-2, -1), again), -1, None, again)
+    y = ops.reshape(ops.matmul(p, v, again).transpose(1, 2), [b, n, c], again)
+    return ops.linear(ops.roll(ops.contiguous(y.transpose(0, 1), recompute=again), [2], [0], again), w[1], None, again)
+
+
+def fused(x, w, again):
+    b, n, c = x.shape
+    q, k, v = ops.linear(x, w[0], None, again).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    y = ops.scaled_dot_product_attention(q, k, v, recompute=again)
+    return ops.linear(ops.reshape(y.transpose(1, 2), [b, n, c], again), w[1], None, again)
+
+
+def layer(f, again, x, w, blocks=3):
+    for _ in range(blocks):
+        x = x + f(x, w, again).reshape(x.shape)
+    return x
+
+
+@pytest.mark.parametrize("f", [by_hand, fused])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_made_again_bit_for_bit(f, dtype):
+    x = torch.randn(4, 64, 32).to(dtype).requires_grad_()
+    w = [(torch.randn(96, 32) / 8).to(dtype).requires_grad_(), (torch.randn(32, 32) / 8).to(dtype).requires_grad_()]
+    want = run(lambda x, *w: layer(f, 0, x, w), x, *w)
+    for _ in range(4):
+        assert_equal(run(lambda x, *w: layer(f, 1, x, w), x, *w), want)
+
+
+@pytest.mark.parametrize("f", [by_hand, fused])
+def test_made_again_keeps_nothing_inside(f):
+    x = torch.randn(4, 64, 32, requires_grad=True)
+    w = [(torch.randn(96, 32) / 8).requires_grad_(), (torch.randn(32, 32) / 8).requires_grad_()]
+    kept = {again: live_bytes(lambda: layer(f, again, x, w)) for again in (0, 1)}
+    assert kept[1] < kept[0] / 4, kept
+
+
+def test_the_heads_put_together_are_no_second_copy():
+    """At the default level, where the attention is not made again: its output is kept, the copy for the projection is made from it."""
+    x, w = torch.randn(4, 64, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    q, k, v = x.detach().reshape(4, 64, 2, 16).transpose(1, 2).requires_grad_(), x.detach().reshape(4, 64, 2, 16).transpose(1, 2), x.detach().reshape(4, 64, 2, 16).transpose(1, 2)
+    for copy in (lambda y, r: ops.contiguous(y.permute(2, 0, 1, 3), recompute=r).view(256, 32), lambda y, r: ops.reshape(y.permute(2, 0, 1, 3), [256, 32], r)):
+        kept = [live_bytes(lambda: ops.linear(copy(ops.scaled_dot_product_attention(q, k, v), r), w, None)) for r in (0, 1)]
+        assert kept[0] - kept[1] == x.numel() * 4, kept
+
+
+@pytest.mark.parametrize("f", [by_hand, fused])
+def test_made_again_parts_and_retain_graph(f):
+    x = torch.randn(4, 64, 32, dtype=torch.float64, requires_grad=True)
+    w = [(torch.randn(n, 32, dtype=torch.float64) / 8).requires_grad_() for n in (96, 32)]
+    outs = [layer(f, again, x, w) for again in (0, 1)]
+    for wanted in ([x], [w[1]], [w[0]], [x, *w], [w[1], x]):
+        assert_equal(*(torch.autograd.grad(y.square().sum(), wanted, retain_graph=True) for y in outs))
+    graphs = [o.grad_fn for o in outs]
+    del outs, graphs
+    gc.collect()
+    assert_equal(*(run(lambda x, *w: layer(f, again, x, w), x, *w) for again in (0, 1)))
+
+
+@pytest.mark.parametrize("f", [by_hand, fused])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(f, dtype):
+    def stock(x, w):
+        b, n, c = x.shape
+        q, k, v = torch.nn.functional.linear(x, w[0]).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        if f is fused:
+            return torch.nn.functional.linear(sdpa(q, k, v).transpose(1, 2).reshape(b, n, c), w[1])
+        y = (torch.softmax(q @ k.transpose(-2, -1), -1) @ v).transpose(1, 2).reshape(b, n, c)
+        return torch.nn.functional.linear(y.transpose(0, 1).contiguous().roll([2], [0]), w[1])
+
+    x = torch.randn(4, 64, 32, requires_grad=True)
+    w = [(torch.randn(96, 32) / 8).requires_grad_(), (torch.randn(32, 32) / 8).requires_grad_()]
+    for again in (0, 1):
+        with torch.autocast("cpu", dtype):
+            got, want = f(x, w, again), stock(x, w)
+        assert got.dtype == want.dtype == dtype and torch.equal(got, want)
+        for g, e in zip(*(torch.autograd.grad(y.float().square().sum(), (x, *w)) for y in (got, want))):
+            torch.testing.assert_close(g, e, rtol=2e-2, atol=2e-2 * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("f", [by_hand, fused])
+def test_scripted_four_calls(f):
+    if f is fused:
+        def g(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
+            y = torch.ops.tsmem.linear(x, a, None, 1)
+            q, k, v = y.reshape(4, 64, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+            y = torch.ops.tsmem.scaled_dot_product_attention(q, k, v, None, 0.0, False, None, False, 1)
+            return torch.ops.tsmem.linear(torch.ops.tsmem.reshape(y.transpose(1, 2), [4, 64, 32], 1), b, None, 1)
+    else:
+        def g(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
+            q, k, v = torch.ops.tsmem.linear(x, a, None, 1).reshape(4, 64, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+            p = torch.ops.tsmem.softmax(torch.ops.tsmem.matmul(q, k.transpose(-2, -1), 1), -1, None, 1)
+            y = torch.ops.tsmem.reshape(torch.ops.tsmem.matmul(p, v, 1).transpose(1, 2), [4, 64, 32], 1)
+            return torch.ops.tsmem.linear(torch.ops.tsmem.roll(torch.ops.tsmem.contiguous(y.transpose(0, 1), recompute=1), [2], [0], 1), b, None, 1)
+
+    scripted = torch.jit.script(g)
+    x = torch.randn(4, 64, 32, dtype=torch.float64, requires_grad=True)
+    w = [(torch.randn(n, 32, dtype=torch.float64) / 8).requires_grad_() for n in (96, 32)]
+    want = run(lambda x, *w: f(x, w, 0), x, *w)
+    for _ in range(4):
+        assert_equal(run(scripted, x, *w), want)
+
+
+def test_copies_are_stocks():
+    x = torch.randn(3, 4, 5, 6, requires_grad=True)
+    t = x.transpose(1, 2)
+    for ours, stock in (
+        (ops.contiguous(t), t.contiguous()),
+        (ops.contiguous(x), x.contiguous()),
+        (ops.contiguous(x, torch.channels_last), x.contiguous(memory_format=torch.channels_last)),
+        (ops.reshape(t, [3, -1]), t.reshape(3, -1)),
+        (ops.reshape(x, [12, 30]), x.reshape(12, 30)),
+        (ops.roll(x, [2], []), x.roll(2)),
+        (ops.roll(t, [1, -1], [0, 3]), t.roll((1, -1), (0, 3))),
+    ):
+        assert_equal([ours, *torch.autograd.grad(ours.square().sum(), x)], [stock, *torch.autograd.grad(stock.square().sum(), x)])
+        assert (ours.data_ptr() == x.data_ptr()) == (stock.data_ptr() == x.data_ptr())  # a view where stock's is
+    assert torch.autograd.gradgradcheck(lambda x: ops.reshape(ops.roll(x, [1], [0]).transpose(0, 1), [-1]).square(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
+    with pytest.raises(RuntimeError):
+        ops.reshape(t, [7, -1])
