@@ -159,6 +159,12 @@ bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x) {
          op.hasKernelForDispatchKey(c10::computeDispatchKey(t, at::kStrided, x.device()));
 }
 
+int64_t graph_offset(const at::Tensor& x) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_graph_offset", "");
+  if (!x.is_cuda() || !has_kernel(op, x)) return -1;
+  return op.typed<int64_t(const at::Tensor&)>().call(x);
+}
+
 namespace {
 // Address space that reads as zeros and has no memory: private pages that nobody can write. Grows, and is never given
 // back, as tensors point into it; doubling keeps the sum within twice the largest.

@@ -35,7 +35,7 @@ __device__ inline void act_octet(A (&x)[8], const Act& act) {
     case ActKind::identity:
       return;
     case ActKind::relu:
-      return each([](A x) { return x <= A(0) ? A(0) : x; });
+      return each([](A x) { return x < A(0) ? A(0) : x; });  // a zero keeps its sign
     case ActKind::hardtanh:
       return each([=](A x) {
         const A low = x < a ? a : x;

@@ -18,8 +18,11 @@ template <class... P, class... A>
 void launch(const char* name, void (*kernel)(P...), int64_t blocks, Block block, Stream stream, const A&... args) {
   if (blocks == 0) return;
   if (blocks > INT32_MAX) fail(name, "too many blocks");
-  kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(block.x, block.y), 0, stream> > >(args...);
-  const cudaError_t error = cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(block.x, block.y);
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   if (error != cudaSuccess) fail(name, cudaGetErrorString(error));
 }
 #endif
