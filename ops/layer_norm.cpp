@@ -70,8 +70,8 @@ struct Norm : torch::autograd::Function<Norm> {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {
-        found = at::native_layer_norm_backward(grads[0], x, data["shape"].toIntVector(), kept[3], kept[4], weight, bias,
-                                               want);
+        found = at::native_layer_norm_backward(grads[0].contiguous(), x, data["shape"].toIntVector(), kept[3], kept[4],
+                                               weight, bias, want);
       } else {
         const auto format = group_format(x);
         const int64_t n = x.size(0), c = x.size(1);
