@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 # Relative paths in ccache's keys: the wheel's build finds what build/ has compiled.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
-SOURCES = $$(git ls-files '*.cpp' '*.h')
+SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
 .PHONY: build demo test bench setup clean format tidy
 

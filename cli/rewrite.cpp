@@ -336,6 +336,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   refuse_conflicts(o, app);
   settle_level(o, app);
   check_files(o);
+  require_device(o.device);
   auto file = load_model(o.model);
   if (!o.rewrite.method.empty() && !file.module.find_method(o.rewrite.method)) {
     std::vector<std::string> names;
@@ -343,7 +344,6 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     throw Error(kUsage,
                 "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
   }
-  require_device(o.device);
   if ((!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate)  // before the work, not after it
     check_inputs(file.module, o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                  make_inputs(o.inputs, o.inputs_file, common.seed, o.device));

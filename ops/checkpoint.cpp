@@ -34,12 +34,13 @@ struct State {
   std::vector<Autocast> autocast;
   bool autocast_cache = true;
 
-  // CUDA's generators as far as the tensors lie there.
+  // CUDA's generators as far as the tensors lie there, other than under the capture of a graph, where there is no state
+  // to go back to.
   static State now(const std::vector<Tensor>& tensors) {
     State s;
     std::vector<at::Device> devices{at::kCPU};
     for (const Tensor& t : tensors)
-      if (t.is_cuda() && std::find(devices.begin(), devices.end(), t.device()) == devices.end())
+      if (t.is_cuda() && std::find(devices.begin(), devices.end(), t.device()) == devices.end() && graph_offset(t) < 0)
         devices.push_back(t.device());
     for (const at::Device& d : devices) {
       at::Generator g = at::globalContext().defaultGenerator(d);
@@ -114,10 +115,20 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     ctx->set_materialize_grads(false);
     std::vector<uint32_t> versions;
     for (size_t i = 0; i < what->tensors; ++i) versions.push_back(inputs[i].is_inference() ? 0 : inputs[i]._version());
+    const auto graph_draws = [&] {
+      std::vector<int64_t> offsets;
+      for (const Tensor& t : inputs) offsets.push_back(graph_offset(t));
+      return offsets;
+    };
+    const auto before = graph_draws();
     {
       const NoAutocastCache fresh;
       *result = call(what->self, what->method, arguments);
     }
+    TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what->method, " of ",
+                what->self.type()->repr_str(),
+                " draws random numbers, which can't be drawn again inside a CUDA graph; rewrite the model without "
+                "--checkpoint for this module");
     for (size_t i = 0; i < what->tensors; ++i)
       TORCH_CHECK(inputs[i].is_inference() || inputs[i]._version() == versions[i], "tsmem::checkpoint: the method ",
                   what->method, " of ", what->self.type()->repr_str(),

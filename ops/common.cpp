@@ -9,6 +9,8 @@
 
 #include <mutex>
 
+#include "cuda_library.h"
+
 namespace tsmem {
 
 bool another_copy_registered() {
@@ -152,8 +154,17 @@ bool only_ours(const at::Tensor& t) {
 
 bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x) {
   const auto t = x.scalar_type();
+  if (x.is_cuda()) load_cuda_library();
   return (t == at::kFloat || t == at::kDouble || t == at::kBFloat16 || t == at::kHalf) &&
          op.hasKernelForDispatchKey(c10::computeDispatchKey(t, at::kStrided, x.device()));
+}
+
+int64_t graph_offset(const at::Tensor& x) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_graph_offset", "");
+  if (!x.is_cuda()) return -1;
+  load_cuda_library();
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) return -1;
+  return op.typed<int64_t(const at::Tensor&)>().call(x);
 }
 
 namespace {

@@ -49,6 +49,10 @@ bool only_ours(const at::Tensor& t);
 // bf16, f16.
 bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);
 
+// How far the draws of the CUDA graph that is captured on x's stream have moved the generator's counter; -1: none is
+// captured, or there is no CUDA part of this library to ask.
+int64_t graph_offset(const at::Tensor& x);
+
 // A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing
 // but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);

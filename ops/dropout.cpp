@@ -4,6 +4,10 @@
 // The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without
 // training and on empty tensors the stock ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
 // either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
+//
+// CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
+// one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
+// captured, whose replays move the counter, the stock ops are called.
 #include "recompute.h"
 
 namespace tsmem {
@@ -121,6 +125,53 @@ struct Dropout : torch::autograd::Function<Dropout> {
   }
 };
 
+// What CUDA's plain dropout is drawn again from. The order of its draws depends on the sizes, the strides, the dtype
+// and on whether memory is aligned.
+struct Fused {
+  Tensor state;
+  double p;
+  std::vector<int64_t> strides;
+};
+
+bool fits_fused(const Tensor& x) {
+  return x.is_non_overlapping_and_dense() && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+}
+
+// x times the noise that was drawn from n.state, scaled.
+Tensor fused_again(const Fused& n, const Tensor& x) {
+  at::Generator own = at::globalContext().defaultGenerator(x.device()).clone();
+  own.set_state(n.state);
+  const bool same = x.strides() == at::IntArrayRef(n.strides) && fits_fused(x);
+  return std::get<0>(at::_fused_dropout(same ? x : at::empty_strided(x.sizes(), n.strides, x.options()).copy_(x),
+                                        1 - n.p, std::move(own)));
+}
+
+struct FusedDropout : torch::autograd::Function<FusedDropout> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Fused* used) {
+    ctx->set_materialize_grads(false);
+    at::Generator shared = at::globalContext().defaultGenerator(input.device());
+    Tensor out;
+    {
+      std::lock_guard<std::mutex> lock(shared.mutex());
+      at::Generator own = shared.clone();
+      *used = {own.get_state(), p, input.strides().vec()};
+      out = std::get<0>(at::_fused_dropout(input, 1 - p, own));
+      shared.set_state(own.get_state());
+    }
+    ctx->save_for_backward({used->state});
+    ctx->saved_data["p"] = p;
+    ctx->saved_data["strides"] = used->strides;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(3);
+    auto& data = ctx->saved_data;
+    const Fused again{ctx->get_saved_variables()[0], data["p"].toDouble(), data["strides"].toIntVector()};
+    return {fused_again(again, grads[0]), Tensor(), Tensor()};
+  }
+};
+
 Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
   switch (kind) {
     case Kind::plain:
@@ -135,15 +186,30 @@ Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// The generator's state is kept on the CPU only, and for real tensors only.
+// The generator's state is kept on the CPU and on CUDA, and for real tensors only.
 template <Kind kind>
 Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
-  const bool ours = train && p > 0 && p < 1 && input.device().is_cpu() &&
+  const bool fused = kind == Kind::plain && input.is_cuda();
+  const bool ours = train && p > 0 && p < 1 && (input.is_cpu() || input.is_cuda()) &&
                     !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
                     (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
-                    has_kernel(packer, input);
+                    has_kernel(packer, input) && (!fused || fits_fused(input)) && graph_offset(input) < 0;
   if (!ours) return stock(kind, input, p, train);
+  if (fused) {
+    Fused drawn;
+    const Tensor out = FusedDropout::apply(input, p, &drawn);
+    if (recompute) {
+      const Tensor state = std::exchange(drawn.state, Tensor());
+      offer(
+          out, {input, state},
+          [drawn](std::vector<Tensor>& operands, const std::vector<bool>&) {
+            return fused_again({operands[1], drawn.p, drawn.strides}, operands[0]);
+          },
+          recompute);
+    }
+    return out;
+  }
   Noise noise;
   const Tensor out = Dropout::apply(input, p, kind, &noise);
   if (recompute) {
@@ -161,13 +227,18 @@ Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
 }
 
 Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute) {
-  if (draws && train && (p == 0 || p == 1) && needs_grad(input) && input.numel() > 0)
-    at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  if (draws && train && (p == 0 || p == 1) && needs_grad(input) && input.numel() > 0) {
+    if (!input.is_cuda())
+      at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
+    else if (p == 0)  // with 1 its kernel is not run
+      at::native_dropout(input.detach(), p, true);
+  }
   return run<Kind::plain>(input, p, train, recompute);
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
+  m.def("_graph_offset(Tensor x) -> int");  // graph_offset(), on CUDA
   // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
   const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
   m.def(

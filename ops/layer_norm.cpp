@@ -18,10 +18,15 @@ struct NormOf {
   double eps = 0;
 };
 
+// The layout in which aten::group_norm calls its kernel: channels_last is the CPU's alone.
+at::MemoryFormat group_format(const Tensor& x) {
+  return x.is_cuda() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                               const NormOf& n) {
   if (n.groups == 0) return at::native_layer_norm(x, n.shape, weight, bias, n.eps);
-  const Tensor dense = x.contiguous(x.suggest_memory_format());
+  const Tensor dense = x.contiguous(group_format(x));
   return at::native_group_norm(dense, weight, bias, x.size(0), x.size(1), x.numel() / (x.size(0) * x.size(1)), n.groups,
                                n.eps);
 }
@@ -65,10 +70,10 @@ struct Norm : torch::autograd::Function<Norm> {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {
-        found = at::native_layer_norm_backward(grads[0], x, data["shape"].toIntVector(), kept[3], kept[4], weight, bias,
-                                               want);
+        found = at::native_layer_norm_backward(grads[0].contiguous(), x, data["shape"].toIntVector(), kept[3], kept[4],
+                                               weight, bias, want);
       } else {
-        const auto format = x.suggest_memory_format();
+        const auto format = group_format(x);
         const int64_t n = x.size(0), c = x.size(1);
         found = at::native_group_norm_backward(grads[0].contiguous(format), x.contiguous(format), kept[3], kept[4],
                                                weight, n, c, x.numel() / (n * c), groups, want);
@@ -99,7 +104,7 @@ Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
 
 bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
   return needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)) && plain(x) && x.numel() > 0 &&
-         (x.is_cpu() || x.is_meta()) && fits(x, weight) && fits(x, bias);
+         (x.is_cpu() || x.is_cuda() || x.is_meta()) && fits(x, weight) && fits(x, bias);
 }
 
 Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,

@@ -5,6 +5,7 @@
 // handles or refuses it.
 #include "cpu/pool.h"
 #include "cpu_dtype.h"
+#include "pool_layout.h"
 #include "recompute.h"
 
 namespace tsmem {
@@ -68,26 +69,7 @@ std::vector<Axis> make_axes(IntArrayRef space, const Windows& w) {
 at::ScalarType position_type(const std::vector<Axis>& axes) {
   int64_t volume = 1;
   for (const Axis& a : axes) volume *= a.window;
-  return volume <= 256 ? at::kByte : volume <= 65536 ? at::kUInt16 : at::kUInt32;
-}
-
-// Stock sees a 1-d pool as a 2-d one of height 1, also where it looks for channels_last.
-// Its adaptive 3-d pool knows no layout but the contiguous one.
-at::MemoryFormat format_of(const Tensor& x, bool adaptive) {
-  if (x.dim() == 5 && adaptive) return at::MemoryFormat::Contiguous;
-  return x.dim() == 3 ? x.unsqueeze(2).suggest_memory_format() : x.suggest_memory_format();
-}
-
-// A tensor [batch, channels, space...] in the format that stock gives a pool's output.
-Tensor empty_in(IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options) {
-  if (sizes.size() > 3) return at::empty(sizes, options, format);
-  if (format == at::MemoryFormat::Contiguous) return at::empty(sizes, options);
-  return at::empty_strided(sizes, {sizes[1] * sizes[2], 1, sizes[1]}, options);
-}
-
-Tensor contiguous_in(const Tensor& x, at::MemoryFormat format) {
-  if (x.dim() > 3) return x.contiguous(format);
-  return format == at::MemoryFormat::Contiguous ? x.contiguous() : x.transpose(1, 2).contiguous().transpose(1, 2);
+  return tsmem::position_type(volume);
 }
 
 PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::ScalarType dtype, int64_t position_bytes,
@@ -108,19 +90,13 @@ PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::Scala
 // --- Internal ops: [batch, channels, space...]
 // ------------------------------------------------------------------------------------
 
-std::vector<int64_t> out_sizes(const Tensor& x, const std::vector<int64_t>& out) {
-  std::vector<int64_t> sizes{x.size(0), x.size(1)};
-  sizes.insert(sizes.end(), out.begin(), out.end());
-  return sizes;
-}
-
 std::tuple<Tensor, Tensor> max_pool_cpu(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                                         IntArrayRef dilation, IntArrayRef out, bool positions) {
   const auto format = format_of(x, kernel.empty());
   const auto axes =
       make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
   const Tensor dense = contiguous_in(x, format);
-  const auto sizes = out_sizes(x, out.vec());
+  const auto sizes = with_space(x, out);
   Tensor y = empty_in(sizes, format, x.options());
   Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
                               : at::empty({0}, x.options().dtype(at::kByte));
@@ -142,23 +118,12 @@ std::tuple<Tensor, Tensor> max_pool_meta(const Tensor& x, IntArrayRef kernel, In
                                          IntArrayRef dilation, IntArrayRef out, bool positions) {
   const auto axes =
       make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
-  const auto sizes = out_sizes(x, out.vec());
+  const auto sizes = with_space(x, out);
   const auto format = format_of(x, kernel.empty());
   Tensor y = empty_in(sizes, format, x.options());
   Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
                               : at::empty({0}, x.options().dtype(at::kByte));
   return {y, position};
-}
-
-std::vector<int64_t> in_sizes(const Tensor& grad, IntArrayRef space) {
-  std::vector<int64_t> sizes{grad.size(0), grad.size(1)};
-  sizes.insert(sizes.end(), space.begin(), space.end());
-  return sizes;
-}
-
-at::MemoryFormat format_for(bool channels_last, size_t dims) {
-  if (!channels_last) return at::MemoryFormat::Contiguous;
-  return dims == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
 Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArrayRef space, IntArrayRef kernel,
@@ -167,7 +132,7 @@ Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArra
       make_axes(space, {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()});
   const auto format = format_for(channels_last, grad.dim());
   const Tensor dense = contiguous_in(grad, format);
-  Tensor out = empty_in(in_sizes(grad, space), format, grad.options());
+  Tensor out = empty_in(with_space(grad, space), format, grad.options());
   if (out.numel() == 0) return out;
   const PoolArgs args = kernel_args(axes, grad.sizes(), grad.scalar_type(), position.element_size(), channels_last);
   // Channels last, few images are cut into blocks of at least 16 channels, so that every thread has work.
@@ -188,7 +153,7 @@ Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArra
 
 Tensor max_pool_backward_meta(const Tensor& grad, const Tensor&, IntArrayRef space, IntArrayRef, IntArrayRef,
                               IntArrayRef, IntArrayRef, bool channels_last) {
-  return empty_in(in_sizes(grad, space), format_for(channels_last, grad.dim()), grad.options());
+  return empty_in(with_space(grad, space), format_for(channels_last, grad.dim()), grad.options());
 }
 
 const c10::OperatorHandle& forward_op() {
@@ -232,7 +197,7 @@ Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntAr
   }
   return at::zeros({grad.size(0), grad.size(1), step}, grad.options())
       .scatter_add(2, index.flatten(2), grad.flatten(2))
-      .view(in_sizes(grad, space));
+      .view(with_space(grad, space));
 }
 
 struct MaxPool : torch::autograd::Function<MaxPool> {

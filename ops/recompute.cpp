@@ -2,6 +2,8 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <chrono>
@@ -24,10 +26,11 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;       // cheap recipes in a row
-  int dear_depth = 0;  // dear ones in a row
-  bool dear = false;   // made once in a pass of backward
-  bool view = false;   // of the only source
+  int depth = 1;                      // cheap recipes in a row
+  int dear_depth = 0;                 // dear ones in a row
+  bool dear = false;                  // made once in a pass of backward
+  bool view = false;                  // of the only source
+  std::optional<c10::Stream> stream;  // of a device that has streams
   mutable std::mutex mutex;
   mutable Tensor made;  // of a dear one: the output, until its own op's backward
 };
@@ -110,6 +113,12 @@ std::optional<Known> known_of(const Tensor& t) {
   const auto& node = t.grad_fn();
   if (!node || t.output_nr() != 0) return std::nullopt;
   return table().find(node.get());
+}
+
+// The stream that work on t goes to now; none on the CPU.
+std::optional<c10::Stream> stream_of(const Tensor& t) {
+  if (!t.is_cuda()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
 size_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
@@ -209,6 +218,9 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   if (!known || !known->recipe || known->recipe->depth > kLongestChain ||
       known->recipe->dear_depth > kLongestDearChain || whole._version() != known->version)
     return nullptr;
+  // Backward runs each node on its forward's stream. What another stream made is kept itself, as by stock ops, whose
+  // users order the streams and tell the allocator.
+  if (known->recipe->stream != stream_of(whole)) return nullptr;
   Visited visited;
   if (!collect(*known->recipe, leaves, visited)) return nullptr;
   size_t cost = 0;
@@ -224,6 +236,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   view->depth = known->recipe->depth;
   view->dear_depth = known->recipe->dear_depth;
   view->view = true;
+  view->stream = known->recipe->stream;
   view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
                 whole_strides = whole.strides().vec(),
                 whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
@@ -258,8 +271,13 @@ int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& 
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::vector<Tensor> detached;
     for (const Tensor& t : operands) detached.push_back(t.defined() ? t.detach() : t);
+    const auto finish = [&] {
+      if (output.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(output.device().index());
+    };
+    finish();
     const auto start = std::chrono::steady_clock::now();
     make(detached, std::vector<bool>(detached.size()));
+    finish();
     v.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
   journal->values.push_back(std::move(v));
@@ -285,6 +303,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->make = std::move(make);
   recipe->pieces = pieces;
   recipe->dear = flops > 0;
+  recipe->stream = stream_of(output);
   auto held = c10::make_intrusive<Held>();
   for (const Tensor& t : operands) {
     Source s;

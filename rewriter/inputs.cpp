@@ -403,8 +403,8 @@ void require_device(const std::string& device) {
     throw Error(kUsage, fmt::format("--device {} is not known; use cpu or cuda.", device));
   if (d->is_cpu()) return;
   // The tool links LibTorch's CPU part alone, so that it starts without CUDA; its CUDA part registers itself when
-  // loaded.
-  if (!at::hasCUDA()) dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  // loaded. Before anybody asks LibTorch about CUDA: it looks for that part once, and remembers.
+  dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
   auto count = at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (count == 0)
     throw Error(kUsage,

@@ -42,7 +42,9 @@ int64_t storage_bytes(const std::vector<at::Tensor>& tensors) {
 }
 
 void synchronize(c10::Device device) {
-  if (device.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(device.index());
+  if (!device.is_cuda()) return;
+  const auto& hooks = at::detail::getCUDAHooks();
+  hooks.deviceSynchronize(device.has_index() ? device.index() : hooks.getCurrentDevice());
 }
 
 // An op by its name and how often it had run before.
@@ -147,14 +149,15 @@ struct Allocation {
 
 class Recorder : public c10::MemoryReportingInfoBase {
  public:
-  Recorder(c10::DeviceType device, const torch::jit::Module& root) : device_(device), paths_(root) {}
+  // device: without an index all of its kind count.
+  Recorder(c10::Device device, const torch::jit::Module& root) : device_(device), paths_(root) {}
 
   void start() { start_ = Clock::now(); }
 
   bool memoryProfilingEnabled() const override { return true; }
 
   void reportMemoryUsage(void* ptr, int64_t bytes, size_t, size_t, c10::Device device) override {
-    if (device.type() != device_ || bytes == 0) return;
+    if (device.type() != device_.type() || (device_.has_index() && device != device_) || bytes == 0) return;
     // Asked for before the lock: it walks the interpreter's frames and must not allocate tensors, but may take long.
     Origin origin = bytes > 0 ? here() : Origin();
     std::lock_guard lock(mutex_);
@@ -400,7 +403,7 @@ class Recorder : public c10::MemoryReportingInfoBase {
     spans_.push_back({{seconds_since(start_), 0, backward_, "", ""}, origin, node});
   }
 
-  const c10::DeviceType device_;
+  const c10::Device device_;
   Clock::time_point start_;
   ModulePaths paths_;
   std::mutex mutex_;
@@ -681,7 +684,7 @@ Profile profile(torch::jit::Module& module, const std::vector<IValue>& inputs, c
 
   TrainingStep step(module, inputs, options);
   auto record = [&](TrainingStep& step, const torch::jit::Module& m) {
-    auto recorder = std::make_shared<Recorder>(c10::Device(options.device).type(), m);
+    auto recorder = std::make_shared<Recorder>(c10::Device(options.device), m);
     RecordedStep recorded(recorder, m);
     p.has_backward = step.run(recorded);
     recorded.stop();

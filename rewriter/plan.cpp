@@ -50,10 +50,11 @@ struct Measured {
 
 class Meter : public c10::MemoryReportingInfoBase {
  public:
-  explicit Meter(c10::DeviceType device) : device_(device) {}
+  // device: without an index all of its kind count.
+  explicit Meter(c10::Device device) : device_(device) {}
   bool memoryProfilingEnabled() const override { return true; }
   void reportMemoryUsage(void* ptr, int64_t bytes, size_t, size_t, c10::Device device) override {
-    if (device.type() != device_ || bytes == 0) return;
+    if (device.type() != device_.type() || (device_.has_index() && device != device_) || bytes == 0) return;
     std::lock_guard lock(mutex_);
     if (paused || done) return;
     if (bytes > 0)
@@ -89,7 +90,7 @@ class Meter : public c10::MemoryReportingInfoBase {
   bool paused = false, done = false;
 
  private:
-  const c10::DeviceType device_;
+  const c10::Device device_;
   std::mutex mutex_;
   int64_t now_ = 0, peak_ = 0;
   std::map<const void*, int64_t> live_;
@@ -97,7 +98,7 @@ class Meter : public c10::MemoryReportingInfoBase {
 
 class MeteredStep : public StepObserver {
  public:
-  MeteredStep(c10::DeviceType device, Journal& journal, std::function<void()> at_forward_end)
+  MeteredStep(c10::Device device, Journal& journal, std::function<void()> at_forward_end)
       : meter(std::make_shared<Meter>(device)), journal_(journal), at_forward_end_(std::move(at_forward_end)) {
     journal_.mark = [m = meter](int at, bool backward) { m->mark(at, backward); };
   }
@@ -198,7 +199,7 @@ struct Planner::Impl {
   }
 
   Measured metered(TrainingStep& step, Journal& journal, const std::function<void()>& at_forward_end = {}) {
-    MeteredStep metered(c10::Device(options.device).type(), journal, at_forward_end);
+    MeteredStep metered(c10::Device(options.device), journal, at_forward_end);
     step.run(metered);
     Measured m;
     m.slots = metered.meter->slots;

@@ -14,10 +14,17 @@ def library() -> pathlib.Path:
     return pathlib.Path(os.environ.get("TSMEM_OPS", ROOT / "build/lib/libtsmem_ops.so")).resolve()
 
 
+def emulated_library() -> pathlib.Path:
+    """The CUDA kernels on an emulated device (tests/cuda)."""
+    return library().with_name("libtsmem_cuda_emulated.so")
+
+
 def load():
     """torch.ops.tsmem, with the library loaded."""
     if not any(s.name.startswith("tsmem::") for s in torch._C._jit_get_all_schemas()):
         torch.ops.load_library(str(library()))
+    if os.environ.get("TSMEM_EMULATED_CUDA"):  # the CUDA kernels, emulated, in place of the CPU's
+        torch.ops.load_library(str(emulated_library()))
     return torch.ops.tsmem
 
 

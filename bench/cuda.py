@@ -1,0 +1,329 @@
+"""What bench/cuda.sh runs; see there. Times are medians of CUDA events, memory is the caching allocator's.
+
+    python bench/cuda.py prepare|sanitize|kernels|models|batches [--only NAME ...] [--seconds S]
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "fixtures"), str(ROOT / "python"), str(ROOT / "tests")]
+OUT = Path(os.environ.get("OUT", ROOT / "build" / "bench"))
+MODELS = Path(os.environ.get("TSMEM_CUDA_MODELS", ROOT / "build" / "cuda-models"))
+# Name of the fixture, input without the batch, batch.
+TABLE = {"resnet50": ("tv:resnet50", (3, 224, 224), 256), "resnet18": ("tv:resnet18", (3, 224, 224), 256),
+         "densenet121": ("tv:densenet121", (3, 224, 224), 128), "mobilenet_v2": ("tv:mobilenet_v2", (3, 224, 224), 256),
+         "efficientnet_b0": ("tv:efficientnet_b0", (3, 224, 224), 256), "unet": ("unet", (3, 256, 256), 64)}  # fmt: skip
+# ResNet-50's feature maps at 224 x 224: channels, side.
+SHAPES = [(64, 112), (64, 56), (256, 56), (128, 56), (128, 28), (512, 28), (256, 28), (256, 14), (1024, 14), (512, 14), (512, 7), (2048, 7)]
+
+
+def load_ops():
+    import conftest
+
+    return conftest.load()
+
+
+# --- Model files
+
+
+def prepare(a):
+    """For each model the scripted original and two rewritten ones. Parameters become views of one zero: the files hold code alone."""
+    import models
+
+    tool = os.environ.get("TSMEM_BIN", str(ROOT / "build" / "bin" / "tsmem"))
+    if not os.path.isfile(tool):
+        sys.exit(f"The tool '{tool}' is missing: set TSMEM_BIN to a tsmem program, or run 'make build'.")
+    load_ops()
+    MODELS.mkdir(parents=True, exist_ok=True)
+    for name, (fixture, _, _) in TABLE.items():
+        original, _ = models.cached(fixture)
+        files = {"stock": original}
+        for level in ("ops", "regions"):
+            files[level] = MODELS / f"{name}.{level}.full.pt"
+            subprocess.run([tool, "rewrite", str(original), "-o", str(files[level]), "--force", "--quiet", "--level", level], check=True, stdout=subprocess.DEVNULL)
+        for kind, path in files.items():
+            m = torch.jit.load(str(path))
+            for p in m.parameters():
+                p.data = torch.zeros((), dtype=p.dtype).expand(p.shape)
+            m.save(str(MODELS / f"{name}.{kind}.pt"))
+            if kind != "stock":
+                path.unlink()
+        print(f"{name}: {', '.join(files)}")
+
+
+def load(name, kind):
+    """The model on the device, channels_last, with weights drawn from seed 0."""
+    path = MODELS / f"{name}.{kind}.pt"
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: run 'bench/cuda.sh prepare' where the tool and torchvision are, and carry {MODELS} here.")
+    m = torch.jit.load(str(path), map_location="cpu").train()
+    gen = torch.Generator().manual_seed(0)
+    for p in m.parameters():
+        fan = max(1, p[0].numel()) if p.dim() > 1 else 1
+        p.data = torch.randn(p.shape, generator=gen) * (2 / fan) ** 0.5 if p.dim() > 1 else torch.full(p.shape, 0.5)
+    return m.cuda().to(memory_format=torch.channels_last)
+
+
+# --- Measuring
+
+
+def milliseconds(fs, seconds=0.5):
+    """Median time of each of the functions, in turns."""
+    for f in fs:
+        for _ in range(3):
+            f()
+    times = [[] for _ in fs]
+    end = time.monotonic() + seconds * len(fs)
+    while time.monotonic() < end or len(times[0]) < 5:
+        for f, t in zip(fs, times):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            f()
+            stop.record()
+            stop.synchronize()
+            t.append(start.elapsed_time(stop))
+    return [statistics.median(t) for t in times]
+
+
+def step_of(m, x):
+    def step():
+        for p in m.parameters():
+            p.grad = None
+        with torch.autocast("cuda", torch.bfloat16):
+            y = m(x)
+        y.float().square().mean().backward()
+
+    return step
+
+
+def memory_of(m, x):
+    """Bytes held after forward, and at the peak of a step, beyond weights, gradients and input."""
+    step = step_of(m, x)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = m(x)
+    live = torch.cuda.memory_allocated() - before
+    y.float().square().mean().backward()
+    return live, torch.cuda.max_memory_allocated() - before
+
+
+def save(name, rows):
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / f"cuda-{name}.json").write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
+
+
+# --- Tables
+
+
+def kernels(a):
+    """Bytes that have to be moved, per second, of forward and backward of batch norm + ReLU (+ add), and of the stem with its pool."""
+    ops, rows = load_ops(), []
+
+    def stock(x, w, b, z):
+        y = torch.nn.functional.batch_norm(x, None, None, w, b, True)
+        return torch.relu(y + z if z is not None else y)
+
+    def ours(x, w, b, z):
+        if z is None:
+            return ops.batch_norm_act(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [])
+        return ops.batch_norm_add_act(x, w, b, None, None, True, 0.1, 1e-5, True, z, "relu", [])
+
+    compiled = torch.compile(stock, dynamic=False)
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    end = time.monotonic() + a.seconds
+    print(f"{'dtype':9}{'layout':15}{'channels':>9}{'side':>6}{'what':>16}{'copy GB/s':>11}{'ours ms':>9}{'GB/s':>7}{'stock':>8}{'compiled':>10}")
+    for dtype in (torch.bfloat16, torch.float32):
+        for layout in (torch.channels_last, torch.contiguous_format):
+            for (channels, side), what in [(s, w) for s in SHAPES for w in ("norm", "norm + add")] + [((64, 112), "norm + pool")]:
+                if time.monotonic() > end:
+                    print("(time is up: the rest was left out)")
+                    return save("kernels", rows)
+                x = torch.randn(64, channels, side, side, device="cuda").to(dtype, memory_format=layout).requires_grad_()
+                z = torch.randn_like(x).requires_grad_() if what == "norm + add" else None
+                w, b = (torch.rand(channels, device="cuda").requires_grad_() for _ in range(2))
+                to, size = torch.empty_like(x), x.numel() * x.element_size()
+                if what == "norm + pool":
+                    fs = [lambda x, w, b, z: ops.batch_norm_act_max_pool2d(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [], *pool),
+                          lambda x, w, b, z: torch.max_pool2d(stock(x, w, b, z), *pool)]  # fmt: skip
+                else:
+                    fs = [ours, stock, compiled]
+                grads = [torch.ones_like(f(x, w, b, z)) for f in fs[:1]]
+                wanted = [t for t in (x, w, b, z) if t is not None]
+
+                def both(f):
+                    return lambda: torch.autograd.grad(f(x, w, b, z), wanted, grads[0])  # noqa: B023
+
+                try:
+                    copy, *times = milliseconds([lambda: to.copy_(x.detach()), *map(both, fs)], 0.15)  # noqa: B023
+                except Exception as error:  # torch.compile needs a compiler
+                    print(f"({type(error).__name__}: without torch.compile)")
+                    fs = fs[:2]
+                    copy, *times = milliseconds([lambda: to.copy_(x.detach()), *map(both, fs)], 0.15)  # noqa: B023
+                # Forward reads x twice and writes y; backward reads x and the gradient twice and writes one. With add: z, its gradient and bits besides.
+                moves = 8 if what == "norm" else 10.2 if what == "norm + add" else 5.3
+                row = {"dtype": str(dtype)[6:], "layout": str(layout)[6:], "channels": channels, "side": side, "what": what, "copy_GBps": 2 * size / copy / 1e6,
+                       "ms": times, "GBps": moves * size / times[0] / 1e6}
+                rows.append(row)
+                print(f"{row['dtype']:9}{row['layout']:15}{channels:9}{side:6}{what:>16}{row['copy_GBps']:11.0f}{times[0]:9.3f}{row['GBps']:7.0f}{times[1]:8.3f}"
+                      f"{times[2] if len(times) > 2 else float('nan'):10.3f}", flush=True)
+    save("kernels", rows)
+
+
+def eager(name):
+    """The eager model, where its package is there."""
+    import models
+
+    torch.manual_seed(0)
+    return models.build(TABLE[name][0]).cuda().to(memory_format=torch.channels_last)
+
+
+class Checkpointed(torch.nn.Module):
+    """torch.utils.checkpoint around each child (of a Sequential: each of its own) of the eager model's first levels."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        from torch.utils.checkpoint import checkpoint
+
+        def wrap(m):
+            inner = m.forward
+            m.forward = lambda *args: checkpoint(inner, *args, use_reentrant=False)
+
+        for child in model.children():
+            blocks = list(child.children()) if isinstance(child, torch.nn.Sequential) else []
+            for block in blocks:
+                if any(True for _ in block.parameters()):
+                    wrap(block)
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def variants(name):
+    """(what, function that makes the model)."""
+    yield "stock", lambda: load(name, "stock")
+    yield "tsmem ops", lambda: load(name, "ops")
+    yield "tsmem", lambda: load(name, "regions")
+    yield "checkpoint", lambda: Checkpointed(eager(name))
+
+    def compiled(budget):
+        def make():
+            import torch._functorch.config as config
+
+            config.activation_memory_budget = budget
+            torch._dynamo.reset()
+            return torch.compile(eager(name), dynamic=False)
+
+        return make
+
+    yield "compile", compiled(1.0)
+    yield "compile .5", compiled(0.5)
+
+
+def models_table(a):
+    load_ops()
+    rows, end = [], time.monotonic() + a.seconds
+    print(f"{'model':18}{'batch':>6}  {'what':12}{'live MiB':>10}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}{'ms':>9}{'ratio':>7}")
+    for name in a.only or TABLE:
+        _, size, batch = TABLE[name]
+        x = torch.randn(batch, *size, device="cuda").to(memory_format=torch.channels_last)
+        first = None
+        for what, make in variants(name):
+            if time.monotonic() > end:
+                print("(time is up: the rest was left out; --only NAME runs one model)")
+                return save("models", rows)
+            try:
+                m = make()
+                live, peak = memory_of(m, x)
+                (ms,) = milliseconds([step_of(m, x)], 2.0)
+            except Exception as error:
+                print(f"{name:18}{batch:6}  {what:12}({type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''})")
+                continue
+            finally:
+                m = None
+                torch.cuda.empty_cache()
+            first = first or (live, peak, ms)
+            rows.append({"model": name, "batch": batch, "what": what, "live": live, "peak": peak, "ms": ms})
+            print(f"{name:18}{batch:6}  {what:12}{live / 2**20:10.0f}{live / first[0]:7.2f}{peak / 2**20:10.0f}{peak / first[1]:7.2f}{ms:9.1f}{ms / first[2]:7.2f}", flush=True)
+    save("models", rows)
+
+
+def batches(a):
+    """The largest batch, in steps of 16, whose training step fits."""
+    load_ops()
+    rows = []
+    for name in a.only or ("resnet50", "densenet121"):
+        _, size, _ = TABLE[name]
+        for kind in ("stock", "ops", "regions"):
+            m = load(name, kind)
+
+            def fits(n):
+                try:
+                    x = torch.randn(16 * n, *size, device="cuda").to(memory_format=torch.channels_last)
+                    for _ in range(3):  # TorchScript changes what is kept between the first calls
+                        step_of(m, x)()  # noqa: B023
+                    torch.cuda.synchronize()
+                    return True
+                except torch.OutOfMemoryError:
+                    return False
+                except RuntimeError as error:  # from TorchScript
+                    if "out of memory" in str(error):
+                        return False
+                    raise
+                finally:
+                    x = None
+                    torch.cuda.empty_cache()
+
+            low, high = 0, 8
+            while fits(high):
+                low, high = high, 2 * high
+            while high - low > max(1, low // 32):
+                middle = (low + high) // 2
+                low, high = (middle, high) if fits(middle) else (low, middle)
+            rows.append({"model": name, "what": kind, "batch": 16 * low})
+            print(f"{name:18}{kind:10}largest batch {16 * low}", flush=True)
+            m = None
+            torch.cuda.empty_cache()
+    save("batches", rows)
+
+
+def sanitize(a):
+    """A little of every kernel, for compute-sanitizer."""
+    ops = load_ops()
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((3, 16, 7, 7), (2, 5, 9, 3)):
+            for last in (False, True):
+                x = torch.randn(shape, device="cuda").to(dtype)
+                x = (x.contiguous(memory_format=torch.channels_last) if last else x).requires_grad_()
+                z, w = torch.randn_like(x).requires_grad_(), torch.ones(shape[1], device="cuda", dtype=dtype, requires_grad=True)
+                bn = (None, None, True, 0.1, 1e-5, True)
+                outs = [ops.batch_norm_act(x, w, w, *bn, "silu", []), ops.batch_norm_add_act(x, w, w, *bn, z, "relu", []), ops.act(x, "relu", []),
+                        ops.batch_norm_act_max_pool2d(x, w, w, *bn, "relu", [], [3, 3], [2, 2], [1, 1], [1, 1], False), ops.max_pool2d(x, [3, 3], [2, 2], [1, 1]),
+                        ops.mul_act(torch.nn.functional.silu(x), torch.ones(*shape[:2], 1, 1, device="cuda", dtype=dtype, requires_grad=True), x, "silu", [])]  # fmt: skip
+                torch.autograd.backward([y.float().sum() for y in outs])
+    torch.cuda.synchronize()
+    print("sanitize: every kernel ran")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["prepare", "sanitize", "kernels", "models", "batches"])
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--seconds", type=float, default=560, help="stop after that many")
+    a = parser.parse_args()
+    if a.command != "prepare" and not torch.cuda.is_available():
+        sys.exit("bench/cuda.py needs a CUDA device.")
+    {"prepare": prepare, "sanitize": sanitize, "kernels": kernels, "models": models_table, "batches": batches}[a.command](a)

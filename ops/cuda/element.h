@@ -1,0 +1,173 @@
+// Elements of the four dtypes on the device, eight at a time.
+//
+// An octet is eight neighbours in memory whose first has an index that is a multiple of 8: 16 bytes of bf16 and f16, 32
+// of f32, 64 of f64, read and written by 16-byte accesses, and one byte of a mask. A thread that holds an octet makes
+// or reads its byte alone, with no exchange between threads.
+#pragma once
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "cuda/launch.h"
+#ifndef TSMEM_EMULATE_CUDA
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace tsmem::cuda {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+// The type that an element is computed in.
+template <class T>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+template <class T>
+using compute_t = typename Compute<T>::type;
+
+__device__ inline float to_compute(float x) { return x; }
+__device__ inline double to_compute(double x) { return x; }
+__device__ inline void from_compute(float x, float& out) { out = x; }
+__device__ inline void from_compute(double x, double& out) { out = x; }
+
+// To 16 bits: rounded to nearest even, as ATen does.
+#ifdef TSMEM_EMULATE_CUDA
+inline float to_compute(bf16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline float to_compute(f16 x) {
+  _Float16 h;
+  std::memcpy(&h, &x.bits, 2);
+  return static_cast<float>(h);
+}
+inline void from_compute(float x, bf16& out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  out.bits = x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
+}
+inline void from_compute(float x, f16& out) {
+  const _Float16 h = static_cast<_Float16>(x);
+  std::memcpy(&out.bits, &h, 2);
+}
+#else
+__device__ inline float to_compute(bf16 x) { return __uint_as_float(uint32_t{x.bits} << 16); }
+__device__ inline float to_compute(f16 x) { return __half2float(__ushort_as_half(x.bits)); }
+__device__ inline void from_compute(float x, bf16& out) { out.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ inline void from_compute(float x, f16& out) { out.bits = __half_as_ushort(__float2half_rn(x)); }
+#endif
+
+// x as it is once it has been stored as a T.
+template <class T>
+__device__ inline compute_t<T> rounded(compute_t<T> x) {
+  T stored;
+  from_compute(x, stored);
+  return to_compute(stored);
+}
+
+template <class T>
+__device__ inline void load_octet(const T* p, bool aligned, compute_t<T> (&v)[8]) {
+  T own[8];
+  if (aligned) {
+    uint4 raw[sizeof(own) / 16];
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(own) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(own, raw, sizeof(own));
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) own[k] = p[k];
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = to_compute(own[k]);
+}
+
+// Elements [lo, hi) of the eight from p on; the others are `fill`. Reads no other memory.
+template <class T>
+__device__ inline void load_octet(const T* p, bool aligned, int lo, int hi, compute_t<T> fill, compute_t<T> (&v)[8]) {
+  if (lo == 0 && hi == 8) {
+    load_octet(p, aligned, v);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = k >= lo && k < hi ? to_compute(p[k]) : fill;
+}
+
+template <class T>
+__device__ inline void store_octet(const compute_t<T> (&v)[8], T* p, bool aligned, int lo, int hi) {
+  T own[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) from_compute(v[k], own[k]);
+  if (aligned && lo == 0 && hi == 8) {
+    uint4 raw[sizeof(own) / 16];
+    memcpy(raw, own, sizeof(own));
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(own) / 16; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    if (k >= lo && k < hi) p[k] = own[k];
+}
+
+template <class A>
+__device__ inline A number(const Numbers& n, int64_t i, A otherwise) {
+  if (!n.data) return otherwise;
+  i *= n.stride;
+  switch (n.dtype) {
+    case Dtype::f32:
+      return static_cast<A>(static_cast<const float*>(n.data)[i]);
+    case Dtype::f64:
+      return static_cast<A>(static_cast<const double*>(n.data)[i]);
+    case Dtype::bf16:
+      return static_cast<A>(to_compute(static_cast<const bf16*>(n.data)[i]));
+    default:
+      return static_cast<A>(to_compute(static_cast<const f16*>(n.data)[i]));
+  }
+}
+
+__device__ inline void set_number(const Numbers& n, int64_t i, double value) {
+  i *= n.stride;
+  void* data = const_cast<void*>(n.data);
+  switch (n.dtype) {
+    case Dtype::f32:
+      static_cast<float*>(data)[i] = static_cast<float>(value);
+      return;
+    case Dtype::f64:
+      static_cast<double*>(data)[i] = value;
+      return;
+    case Dtype::bf16:
+      from_compute(static_cast<float>(value), static_cast<bf16*>(data)[i]);
+      return;
+    default:
+      from_compute(static_cast<float>(value), static_cast<f16*>(data)[i]);
+  }
+}
+
+// Calls f with a null pointer to the element's type.
+template <class F>
+void with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::f32:
+      return f(static_cast<float*>(nullptr));
+    case Dtype::f64:
+      return f(static_cast<double*>(nullptr));
+    case Dtype::bf16:
+      return f(static_cast<bf16*>(nullptr));
+    case Dtype::f16:
+      return f(static_cast<f16*>(nullptr));
+  }
+}
+
+}  // namespace tsmem::cuda

@@ -1,0 +1,392 @@
+// The raw normalisation ops on a CUDA device: norm_ops.h tells what they do, cpu/norm.cpp has their schemas. Nothing
+// here waits for the device.
+#include "norm_ops.h"
+
+#include "cuda/device.h"
+#include "cuda/norm.h"
+#include "cuda/pool.h"
+#include "cuda/raw_ops.h"
+
+namespace tsmem::cuda {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+
+Act act_of(int64_t kind, double a, double b, double c) { return {static_cast<ActKind>(kind), a, b, c}; }
+
+// x as the kernels see it; x is dense in its layout. The operands are still to be set.
+NormArgs view(const Tensor& x, bool channels_last, const Act& act) {
+  NormArgs a;
+  a.dtype = cpu_dtype(x.scalar_type());
+  a.act = act;
+  a.numel = x.numel();
+  a.channels = x.size(1);
+  if (a.numel == 0) return a;
+  if (channels_last || x.dim() == 2 || a.numel == x.size(0) * a.channels) {
+    a.outer = a.numel / a.channels;
+  } else {
+    a.outer = x.size(0);
+    a.inner = a.numel / (a.outer * a.channels);
+  }
+  a.by_inner = Divider(a.inner, a.numel);
+  a.by_channels = Divider(a.channels, a.numel);
+  return a;
+}
+
+// What the mask has room for: each plane's bits in whole bytes, as on other devices; fewer are used.
+int64_t mask_bytes(const NormArgs& a) {
+  return a.planar() ? a.outer * a.channels * ((a.inner + 7) / 8) : (a.numel + 7) / 8;
+}
+
+// Statistics as the kernels read them.
+Tensor statistics(const OptTensor& t, at::ScalarType dtype) {
+  return t && t->defined() ? t->to(acc_type(dtype)).contiguous() : Tensor();
+}
+
+void set_coefficients(NormArgs& a, const Tensor& mean, const Tensor& invstd, const OptTensor& weight,
+                      const OptTensor& bias) {
+  a.mean = read(mean);
+  a.invstd = read(invstd);
+  a.weight = numbers(weight);
+  a.bias = numbers(bias);
+}
+
+Tensor workspace(const Tensor& like, int64_t numbers) {
+  return at::empty({numbers}, like.options().dtype(at::kDouble));
+}
+
+// Mean and inverse deviation of a.x into `mean` and `invstd`, and the running statistics in training.
+void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, const Tensor& mean,
+                   const Tensor& invstd, Stream stream) {
+  StatsArgs s;
+  Tensor partial;
+  if (bn.training) {
+    const Split parts = split(a, 1);
+    partial = workspace(x, 3 * a.channels * parts.parts());
+    norm_stats(a, parts, partial.mutable_data_ptr<double>(), stream);
+    s.partial = partial.const_data_ptr<double>();
+    s.parts = parts.parts();
+  }
+  s.channels = a.channels;
+  s.running_mean = numbers(bn.running_mean, bn.training);
+  s.running_var = numbers(bn.running_var, bn.training);
+  s.momentum = bn.momentum;
+  s.eps = bn.eps;
+  s.f64 = a.dtype == Dtype::f64;
+  s.mean = write(mean);
+  s.invstd = write(invstd);
+  norm_finish_stats(s, stream);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                                   const OptTensor& running_mean, const OptTensor& running_var,
+                                                   const OptTensor& other, bool training, double momentum, double eps,
+                                                   int64_t act, double act_a, double act_b, double act_c,
+                                                   bool keep_mask) {
+  const OnDevice on(input);
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Tensor out = at::empty_like(x, x.options(), format);
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  Tensor mean = at::empty({a.channels}, options), invstd = at::empty({a.channels}, options);
+  Tensor mask = at::empty({keep_mask ? mask_bytes(a) : 0}, x.options().dtype(at::kByte));
+  if (a.numel == 0) return {out, mean, invstd, mask};
+  a.aligned = aligned({x, z, out});
+  a.x = read(x);
+  a.other = read(z);
+  a.out = write(out);
+  if (keep_mask) a.mask = mask.mutable_data_ptr<uint8_t>();
+  statistics_of(a, x, {weight, bias, running_mean, running_var, training, momentum, eps}, mean, invstd, on.stream);
+  set_coefficients(a, mean, invstd, weight, bias);
+  norm_apply(a, on.stream);
+  return {out, mean, invstd, mask};
+}
+
+// act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.
+Tensor apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+             const Tensor& invstd, const OptTensor& other, int64_t act, double act_a, double act_b, double act_c,
+             const OptTensor& out_memory) {
+  const OnDevice on(input);
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const bool reuse = out_memory && out_memory->strides() == x.strides();
+  Tensor out = reuse ? *out_memory : at::empty_like(x, x.options(), format);
+  if (a.numel == 0) return out;
+  const Tensor mu = statistics(mean, x.scalar_type()), s = statistics(invstd, x.scalar_type());
+  a.aligned = aligned({x, z, out});
+  a.x = read(x);
+  a.other = read(z);
+  a.out = write(out);
+  set_coefficients(a, mu, s, weight, bias);
+  norm_apply(a, on.stream);
+  return out;
+}
+
+// Sums of a reduction into the gradients of weight and bias and, with `through`, the two terms of the input's.
+struct Sums {
+  Tensor weight, bias, tilt, level;
+};
+Sums finish(const NormArgs& a, const Split& parts, const Tensor& partial, double count, bool want_weight,
+            bool want_bias, bool through, const at::TensorOptions& options, Stream stream) {
+  const auto vector = [&](bool wanted) { return wanted ? at::empty({a.channels}, options) : Tensor(); };
+  Sums found{vector(want_weight), vector(want_bias), vector(through), vector(through)};
+  SumsArgs s;
+  s.partial = partial.const_data_ptr<double>();
+  s.parts = parts.parts();
+  s.channels = a.channels;
+  s.count = count;
+  s.f64 = a.dtype == Dtype::f64;
+  s.invstd = a.invstd;
+  s.weight = a.weight;
+  s.grad_weight = write(found.weight);
+  s.grad_bias = write(found.bias);
+  s.tilt = write(found.tilt);
+  s.level = write(found.level);
+  norm_finish_sums(s, stream);
+  return found;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const OptTensor& input,
+                                                    const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                                    const Tensor& invstd, const OptTensor& other, const OptTensor& mask,
+                                                    bool training, bool channels_last, int64_t act, double act_a,
+                                                    double act_b, double act_c, std::array<bool, 4> want,
+                                                    bool overwrite) {
+  const OnDevice on(grad_output);
+  const auto format = feature_format(grad_output.dim(), channels_last);
+  const Tensor g = grad_output.contiguous(format);
+  const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
+  const Tensor bits = mask ? mask->contiguous() : Tensor();
+  NormArgs a = view(g, channels_last, act_of(act, act_a, act_b, act_c));
+  const auto options = g.options().dtype(acc_type(g.scalar_type()));
+  Tensor grads[4];
+  // The gradient's own memory serves for one of the results.
+  const int reused = !overwrite || !g.is_same(grad_output) ? -1 : want[3] ? 3 : want[0] ? 0 : -1;
+  for (int i : {0, 3})
+    if (want[i]) grads[i] = i == reused ? g : at::empty_like(g, g.options(), format);
+  if (a.numel == 0) {
+    for (int i : {1, 2})
+      if (want[i]) grads[i] = at::zeros({a.channels}, options);
+    return {grads[0], grads[1], grads[2], grads[3]};
+  }
+  const Tensor mu = statistics(mean, g.scalar_type()), s = statistics(invstd, g.scalar_type());
+  a.aligned = aligned({g, x, z, grads[0], grads[3]});
+  a.from_mask = bits.defined();
+  a.grad = read(g);
+  a.x = read(x);
+  a.other = read(z);
+  if (bits.defined()) a.mask = const_cast<uint8_t*>(bits.const_data_ptr<uint8_t>());
+  a.out = write(grads[0]);
+  a.grad_other = write(grads[3]);
+  set_coefficients(a, mu, s, weight, bias);
+
+  const bool through = training && want[0];
+  NormArgs second = a;
+  Sums sums;
+  if (through || want[1] || want[2]) {
+    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is dear, in memory that
+    // the second one has to write anyway. So it does where it overwrites the gradient.
+    bool from_first = a.grad_other && a.grad_other == a.grad;
+    if (want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
+        g.scalar_type() == acc_type(g.scalar_type())) {
+      if (!a.grad_other) a.grad_other = a.out;
+      from_first = true;
+    }
+    if (from_first) {
+      second.grad = a.grad_other;
+      second.other = nullptr;
+      second.from_mask = false;
+      second.act = {};
+    }
+    second.grad_other = nullptr;
+    const Split parts = split(a, 1);
+    const Tensor partial = workspace(g, 2 * a.channels * parts.parts());
+    norm_reduce(a, parts, partial.mutable_data_ptr<double>(), on.stream);
+    sums = finish(a, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options,
+                  on.stream);
+    grads[1] = sums.weight;
+    grads[2] = sums.bias;
+    second.tilt = read(sums.tilt);
+    second.level = read(sums.level);
+    if (!want[0]) return {grads[0], grads[1], grads[2], grads[3]};
+  }
+  if (want[0] || want[3]) norm_grad(second, on.stream);
+  return {grads[0], grads[1], grads[2], grads[3]};
+}
+
+// --- With max pooling
+
+at::ScalarType position_type(IntArrayRef kernel) {
+  const int64_t window = kernel[0] * kernel[1];
+  return window <= 256 ? at::kByte : window <= 65536 ? at::kUInt16 : at::kInt;
+}
+
+PoolArgs pool_args(const NormArgs& norm, const Tensor& x, bool channels_last, IntArrayRef out_size, IntArrayRef kernel,
+                   IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+  PoolArgs p;
+  p.norm = norm;
+  p.channels_last = channels_last;
+  p.position_bytes = static_cast<int32_t>(c10::elementSize(position_type(kernel)));
+  p.batch = x.size(0);
+  PoolAxis* const axes[2] = {&p.h, &p.w};
+  for (int d = 0; d < 2; ++d) {
+    PoolAxis& axis = *axes[d];
+    axis.in = x.size(2 + d), axis.out = out_size[d];
+    axis.window = kernel[d], axis.stride = stride[d], axis.padding = padding[d], axis.dilation = dilation[d];
+  }
+  p.x = norm.x;
+  return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_op(const Tensor& input, const OptTensor& weight,
+                                                           const OptTensor& bias, const OptTensor& running_mean,
+                                                           const OptTensor& running_var, bool training, double momentum,
+                                                           double eps, int64_t act, double act_a, double act_b,
+                                                           double act_c, IntArrayRef kernel, IntArrayRef stride,
+                                                           IntArrayRef padding, IntArrayRef dilation,
+                                                           IntArrayRef out_size, bool keep_positions) {
+  const OnDevice on(input);
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(4, channels_last);
+  const Tensor x = input.contiguous(format);
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  Tensor mean = at::empty({a.channels}, options), invstd = at::empty({a.channels}, options);
+  const std::vector<int64_t> sizes{x.size(0), x.size(1), out_size[0], out_size[1]};
+  Tensor out = at::empty(sizes, x.options(), format);
+  const auto kind = x.options().dtype(position_type(kernel));
+  Tensor positions = keep_positions ? at::empty(sizes, kind, format) : at::empty({0}, kind);
+  if (a.numel == 0) return {out, mean, invstd, positions};
+  a.aligned = aligned({x, out});
+  a.x = read(x);
+  statistics_of(a, x, {weight, bias, running_mean, running_var, training, momentum, eps}, mean, invstd, on.stream);
+  set_coefficients(a, mean, invstd, weight, bias);
+  PoolArgs p = pool_args(a, x, channels_last, out_size, kernel, stride, padding, dilation);
+  p.out = write(out);
+  if (keep_positions) p.positions = write(positions);
+  prepare(p, /*of_outputs=*/true);
+  norm_pool_forward(p, on.stream);
+  return {out, mean, invstd, positions};
+}
+
+// The pooled output again, from statistics and positions that are known.
+Tensor pool_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                  const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b, double act_c,
+                  IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                  IntArrayRef out_size) {
+  const OnDevice on(input);
+  const bool channels_last = is_channels_last(input);
+  const auto format = feature_format(4, channels_last);
+  const Tensor x = input.contiguous(format), kept = positions.contiguous(format);
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Tensor out = at::empty({x.size(0), x.size(1), out_size[0], out_size[1]}, x.options(), format);
+  if (a.numel == 0) return out;
+  const Tensor mu = statistics(mean, x.scalar_type()), s = statistics(invstd, x.scalar_type());
+  a.x = read(x);
+  set_coefficients(a, mu, s, weight, bias);
+  PoolArgs p = pool_args(a, x, channels_last, out_size, kernel, stride, padding, dilation);
+  p.out = write(out);
+  p.positions = const_cast<void*>(read(kept));
+  prepare(p, /*of_outputs=*/true);
+  norm_pool_again(p, on.stream);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> pool_backward_op(const Tensor& grad_output, const Tensor& input,
+                                                    const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                                    const Tensor& invstd, const Tensor& positions, bool training,
+                                                    bool channels_last, int64_t act, double act_a, double act_b,
+                                                    double act_c, IntArrayRef kernel, IntArrayRef stride,
+                                                    IntArrayRef padding, IntArrayRef dilation,
+                                                    std::array<bool, 3> want) {
+  const OnDevice on(input);
+  const auto format = feature_format(4, channels_last);
+  const Tensor g = grad_output.contiguous(format), x = input.contiguous(format), kept = positions.contiguous(format);
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  Tensor grads[3];
+  if (want[0]) grads[0] = at::empty_like(x, x.options(), format);
+  if (a.numel == 0) {
+    for (int i : {1, 2})
+      if (want[i]) grads[i] = at::zeros({a.channels}, options);
+    return {grads[0], grads[1], grads[2]};
+  }
+  const Tensor mu = statistics(mean, x.scalar_type()), s = statistics(invstd, x.scalar_type());
+  a.aligned = aligned({g, x, grads[0]});
+  a.x = read(x);
+  set_coefficients(a, mu, s, weight, bias);
+  PoolArgs p = pool_args(a, x, channels_last, g.sizes().slice(2), kernel, stride, padding, dilation);
+  p.grad = read(g);
+  p.positions = const_cast<void*>(read(kept));
+  const bool through = training && want[0];
+  Sums sums;
+  if (through || want[1] || want[2]) {
+    PoolArgs first = p;  // the norm's map is the pooled one
+    first.norm.numel = g.numel();
+    const int64_t pixels = p.h.out * p.w.out;
+    first.norm.outer = channels_last ? p.batch * pixels : p.batch;
+    first.norm.inner = channels_last ? 1 : pixels;
+    prepare(first, /*of_outputs=*/true);
+    const Split parts = split(first.norm, 1);
+    const Tensor partial = workspace(x, 2 * a.channels * parts.parts());
+    norm_pool_reduce(first, parts, partial.mutable_data_ptr<double>(), on.stream);
+    sums = finish(a, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options,
+                  on.stream);
+    grads[1] = sums.weight;
+    grads[2] = sums.bias;
+  }
+  if (!want[0]) return {grads[0], grads[1], grads[2]};
+  p.norm.tilt = read(sums.tilt);
+  p.norm.level = read(sums.level);
+  p.out = write(grads[0]);
+  prepare(p, /*of_outputs=*/false);
+  norm_pool_backward(p, on.stream);
+  return {grads[0], grads[1], grads[2]};
+}
+
+// --- The gradient of a scale
+
+// Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with
+// last_dim, along the last dimension ([C]).
+Tensor scale_grad(const Tensor& grad_output, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                  const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a,
+                  double act_b, double act_c) {
+  const OnDevice on(input);
+  const bool channels_last = !last_dim && is_channels_last(input);
+  const auto format = feature_format(input.dim(), channels_last);
+  Tensor x = input.contiguous(format), g = grad_output.contiguous(format);
+  if (last_dim) x = x.view({-1, x.size(-1)}), g = g.view({-1, g.size(-1)});
+  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  const int64_t images = last_dim ? 1 : x.size(0);
+  Tensor out = last_dim ? at::empty({a.channels}, options) : at::empty({images, a.channels}, options);
+  if (a.numel == 0) return out.zero_();
+  const Tensor mu = statistics(mean, x.scalar_type()), s = statistics(invstd, x.scalar_type());
+  a.aligned = aligned({x, g});
+  a.x = read(x);
+  a.grad = read(g);
+  set_coefficients(a, mu, s, weight, bias);
+  const Split parts = split(a, images);
+  const Tensor partial = workspace(x, 2 * images * a.channels * parts.parts());
+  norm_scale_grad(a, parts, partial.mutable_data_ptr<double>(), write(out), on.stream);
+  return out;
+}
+
+}  // namespace
+
+void implement_norm(torch::Library& m) {
+  m.impl("_batch_norm_act_apply", TORCH_FN(apply));
+  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply));
+  m.impl("_batch_norm_act_forward", TORCH_FN(forward));
+  m.impl("_batch_norm_act_backward", TORCH_FN(backward));
+  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_op));
+  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_op));
+  m.impl("_scale_grad", TORCH_FN(scale_grad));
+}
+
+}  // namespace tsmem::cuda

@@ -1,0 +1,497 @@
+"""The ops on a CUDA device against aten's there. TSMEM_TEST_DEVICE=cpu runs what needs no CUDA on the CPU: to try the tests themselves."""
+
+import itertools
+import os
+import pathlib
+from typing import List
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_checks import DTYPES, channels_last, hardsigmoid, saved
+from test_norm import ACTS, ONE_BIT
+
+DEVICE = os.environ.get("TSMEM_TEST_DEVICE", "cuda")
+CUDA = DEVICE.startswith("cuda")
+pytestmark = [
+    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("ops"),
+]
+only_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+SHAPES = [(4, 16, 7, 7), (3, 5, 6, 5), (2, 33, 11, 13), (70, 8), (2, 1, 37, 41), (2, 13, 31), (3, 24, 1, 1), (2, 1000, 3, 3), (1, 4, 3, 10, 2),
+          (8, 64, 56, 56)]  # fmt: skip
+ALL, RELU = list(ACTS), "relu"
+
+
+def draw(shape, dtype, last=False, seed=0, scale=2.0, shift=1.0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale + shift
+    x = x.to(dtype).to(DEVICE)
+    return channels_last(x) if last else x
+
+
+def run(f, inputs, needs=None, cotangent=None):
+    """[output, gradients] of f on fresh leaves; `needs`: which floating inputs require one."""
+    leaves = []
+    for i, t in enumerate(inputs):
+        need = isinstance(t, torch.Tensor) and t.is_floating_point() and (needs is None or needs[i])
+        leaves.append(t.detach().clone(memory_format=torch.preserve_format).requires_grad_(need) if isinstance(t, torch.Tensor) else t)
+    out = f(*leaves)
+    wanted = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not wanted:
+        return [out]
+    if cotangent is None:
+        cotangent = draw(out.shape, torch.float64, seed=7, shift=0.0)
+    return [out.detach(), *torch.autograd.grad(out, wanted, cotangent.to(out.dtype))]
+
+
+def as_good(f, stock, inputs, needs=None):
+    """In float64 equal; else each result's error against float64 is at most twice stock's and two units in the last place of its norm."""
+    ours, theirs = run(f, inputs, needs), run(stock, inputs, needs)
+    exact = run(stock, [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs], needs)
+    assert ours[0].stride() == theirs[0].stride()
+    for i, (a, b, c) in enumerate(zip(ours, theirs, exact)):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+        if a.dtype == torch.float64:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, equal_nan=True)
+            continue
+        error, bound = (a.double() - c).norm().item(), (b.double() - c).norm().item()
+        assert error <= 2 * bound + 2 * torch.finfo(a.dtype).eps * c.norm().item(), (i, error, bound)
+
+
+def norm(act, training=True, add=False, pool=None, fused=True):
+    """f(x, weight, bias, mean, var, other): the op, or the stock ops that it stands for."""
+    arguments, stock_act = ACTS[act]
+
+    def f(x, w, b, m, v, z):
+        bn = (x, w, b, m.clone(), v.clone(), training, 0.1, 1e-5, True)
+        if fused and pool:
+            return torch.ops.tsmem.batch_norm_act_max_pool2d(*bn, act, arguments, *pool)
+        if fused:
+            return torch.ops.tsmem.batch_norm_add_act(*bn, z, act, arguments) if add else torch.ops.tsmem.batch_norm_act(*bn, act, arguments)
+        y = torch.batch_norm(*bn)
+        y = stock_act(y + z if add else y)
+        return torch.max_pool2d(y, *pool) if pool else y
+
+    return f
+
+
+def norm_inputs(shape, dtype, last=False, parameters=None):
+    c, p = shape[1], parameters or dtype
+    return [draw(shape, dtype, last), draw((c,), p, seed=1), draw((c,), p, seed=2), draw((c,), p, seed=3), draw((c,), p, seed=4).abs() + 0.5,
+            draw(shape, dtype, last, seed=5)]  # fmt: skip
+
+
+def check_norm(shape, dtype, act, training, add, last, needs=(True, True, True, True), parameters=None):
+    x, w, b, z = needs
+    inputs = norm_inputs(shape, dtype, last, parameters)
+    as_good(norm(act, training, add), norm(act, training, add, fused=False), inputs, (x, w, b, False, False, z and add))
+
+
+@only_cuda
+def test_the_library_is_loaded():
+    x = draw((2, 8, 4, 4), torch.float32).requires_grad_()
+    norm(RELU)(x, None, None, torch.zeros(8, device=DEVICE), torch.ones(8, device=DEVICE), None)
+    names = pathlib.Path("/proc/self/maps").read_text()
+    assert "libtsmem_ops_cuda.so" in names
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("tsmem::_batch_norm_act_forward", "CUDA")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_shapes(shape, dtype):
+    for last, training, add in itertools.product((False, True), (True, False), (False, True)):
+        check_norm(shape, dtype, RELU, training, add, last)
+
+
+@pytest.mark.parametrize("act", ALL)
+def test_norm_activations(act):
+    for dtype, last, training, add in itertools.product((torch.float64, torch.float32, torch.bfloat16), *[(False, True)] * 3):
+        check_norm((4, 16, 9, 7), dtype, act, training, add, last)
+
+
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_norm_gradients_asked_for(act):
+    for needs, training, last in itertools.product(itertools.product((False, True), repeat=4), (True, False), (False, True)):
+        check_norm((3, 8, 5, 6), torch.float64, act, training, True, last, needs)
+        check_norm((3, 8, 5, 6), torch.float32, act, training, False, last, needs)
+
+
+def test_norm_with_float32_parameters():
+    for dtype, last in itertools.product((torch.bfloat16, torch.float16), (False, True)):
+        inputs = norm_inputs((4, 16, 9, 7), dtype, last, torch.float32)
+        ours, theirs = (run(norm(RELU, fused=fused), inputs, (True, True, True, False, False, False)) for fused in (True, False))
+        for a, b in zip(ours, theirs):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+def test_running_statistics():
+    for dtype, last in itertools.product((torch.float64, torch.float32), (False, True)):
+        x = draw((8, 16, 19, 17), dtype, last)
+        stats = [[torch.zeros(16, dtype=dtype, device=DEVICE), torch.ones(16, dtype=dtype, device=DEVICE)] for _ in range(2)]
+        for _ in range(4):
+            torch.ops.tsmem.batch_norm_act(x, None, None, *stats[0], True, 0.1, 1e-5, True, "identity", [])
+            torch.batch_norm(x, None, None, *stats[1], True, 0.1, 1e-5, True)
+        for a, b in zip(*stats):
+            torch.testing.assert_close(a, b, rtol=1e-9 if dtype == torch.float64 else 1e-5, atol=1e-6)
+
+
+def test_statistics_of_large_means():
+    for last in (False, True):
+        x = draw((16, 8, 40, 40), torch.float32, last, shift=1e4)
+        mean, var = torch.zeros(8, device=DEVICE), torch.ones(8, device=DEVICE)
+        torch.ops.tsmem.batch_norm_act(x, None, None, mean, var, True, 1.0, 1e-5, True, "identity", [])
+        exact = torch.var_mean(x.double(), (0, 2, 3), correction=1)
+        torch.testing.assert_close(var.double(), exact[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(mean.double(), exact[1], rtol=1e-7, atol=0)
+
+
+def test_unaligned_and_strided():
+    for dtype in (torch.float32, torch.bfloat16):
+        base = draw((2, 8, 10, 12, 3), dtype)
+        flat = draw((2 * 8 * 5 * 7 + 1,), dtype)
+        for view in (base[..., 1], base[:, ::2, 1:, 1:, 0], base[..., 0].transpose(2, 3), flat[1:].view(2, 8, 5, 7), base[:1, ..., 0].expand(3, -1, -1, -1)):
+            w, b, m, v = norm_inputs((2, view.shape[1]), dtype)[1:5]
+            found = []
+            for fused in (True, False):
+                x = view.detach().requires_grad_()
+                y = norm("silu", fused=fused)(x, w, b, m, v, None)
+                found.append([y.detach(), torch.autograd.grad(y, x, draw(y.shape, dtype, seed=7, shift=0.0))[0]])
+            slack = 1e-4 if dtype == torch.float32 else 6e-2
+            torch.testing.assert_close(*found, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "identity"])
+def test_norm_gradcheck(act):
+    for last, training in itertools.product((False, True), (True, False)):
+        inputs = [t.detach() for t in norm_inputs((3, 8, 3, 3), torch.float64, last)]
+        for t in inputs[:3] + inputs[5:]:
+            t.requires_grad_()
+        f = norm(act, training, add=True)
+        assert torch.autograd.gradcheck(lambda x, w, b, z: f(x, w, b, inputs[3], inputs[4], z), (*inputs[:3], inputs[5]), fast_mode=True)  # noqa: B023
+
+
+POOLS = [([3, 3], [2, 2], [1, 1], [1, 1], False), ([2, 2], [], [0, 0], [1, 1], True), ([3, 2], [1, 2], [1, 0], [2, 1], False),
+         ([17, 17], [3, 3], [8, 8], [1, 1], False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_pool(dtype):
+    for pool, channels, last, training in itertools.product(POOLS, (3, 16), (False, True), (True, False)):
+        inputs = norm_inputs((2, channels, 20, 18), dtype, last)
+        needs = (True, True, True, False, False, False)
+        if dtype == torch.float64:
+            as_good(norm(RELU, training, pool=pool), norm(RELU, training, pool=pool, fused=False), inputs, needs)
+        else:  # near equals round alike or not: another of them is the greater
+            ours, theirs = (run(norm(RELU, training, pool=pool, fused=fused), inputs, needs) for fused in (True, False))
+            for a, b in zip(ours, theirs):
+                assert (a.double() - b.double()).norm() <= 0.1 * b.double().norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_max_pool(dtype):
+    for (kernel, stride, padding, dilation, ceil), channels, last in itertools.product(POOLS, (3, 16), (False, True)):
+        x = draw((2, channels, 20, 18), dtype, last).round()
+        x[0, 0, 2, 2] = float("nan")
+        ours, theirs = (run(lambda x, f=f: f(x, kernel, stride, padding, dilation, ceil), [x]) for f in (torch.ops.tsmem.max_pool2d, torch.max_pool2d))  # noqa: B023
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0, equal_nan=True)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours[1], theirs[1], rtol=8 * eps, atol=64 * eps, equal_nan=True)
+    for d, size in ((1, (31,)), (3, (5, 6, 7))):
+        x = draw((2, 8, *size), dtype)
+        for name, arguments in ((f"max_pool{d}d", ([2] * d,)), (f"adaptive_max_pool{d}d", ([3] * d,))):
+            ours = run(lambda x, n=name, a=arguments: getattr(torch.ops.tsmem, n)(x, *a), [x])
+            theirs = run(lambda x, n=name, a=arguments: getattr(F, n)(x, *a), [x])
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_masks(name):
+    stock = hardsigmoid if name == "hardsigmoid" else ACTS[name][1]
+    for dtype, shape, last in itertools.product(DTYPES, ((4, 16, 7, 7), (3, 5, 6, 5), (1, 1, 1, 1), (2, 3, 300, 7)), (False, True)):
+        x = draw(shape, dtype, last)
+        ours, theirs = run(lambda x: torch.ops.tsmem.act(x, name, ACTS[name][0]), [x]), run(stock, [x])
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    kept, _ = saved(lambda: torch.ops.tsmem.act(draw((1000, 80), torch.float32).requires_grad_(), name, ACTS[name][0]))
+    assert [t.numel() for t in kept] == [10_000]
+
+
+def test_scale():
+    for last, dtype in itertools.product((False, True), (torch.float64, torch.float32)):
+        x, s = draw((3, 16, 5, 7), dtype, last), draw((3, 16, 1, 1), dtype)
+        as_good(lambda x, s: torch.ops.tsmem.mul_act(F.silu(x), s, x, "silu", []), lambda x, s: F.silu(x) * s, [x, s])
+
+
+def test_layer_and_group_norm():
+    for dtype in DTYPES:
+        x, w, b = draw((6, 8, 4, 16), dtype), draw((16,), dtype), draw((16,), dtype)
+        as_good(lambda x, w, b: torch.ops.tsmem.layer_norm(x, [16], w, b), lambda x, w, b: F.layer_norm(x, [16], w, b), [x, w, b])
+        for last in (False, True):
+            x, w, b = draw((6, 8, 4, 16), dtype, last), draw((8,), dtype), draw((8,), dtype)
+            as_good(lambda x, w, b: torch.ops.tsmem.group_norm(x, 4, w, b), lambda x, w, b: F.group_norm(x, 4, w, b), [x, w, b])
+
+
+def test_conv():
+    for dtype, last, (x_needs, w_needs) in itertools.product((torch.float64, torch.float32), (False, True), ((True, True), (True, False), (False, True))):
+        x, w, b = draw((2, 8, 9, 9), dtype, last), draw((16, 8, 3, 3), dtype), draw((16,), dtype)
+        as_good(lambda x, w, b: torch.ops.tsmem.conv2d(x, w, b, [2, 2], [1, 1]), lambda x, w, b: F.conv2d(x, w, b, 2, 1), [x, w, b], (x_needs, w_needs, True))
+
+
+@pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
+def test_dropout_draws_stocks_mask(name):
+    for dtype, shape, last in itertools.product(DTYPES, ((64, 40, 7, 7), (3, 5, 6, 5), (5, 8)), (False, True)):
+        x = draw(shape, dtype, last)
+        results = []
+        for op in (getattr(torch.ops.tsmem, name), getattr(torch.ops.aten, name)):
+            torch.manual_seed(3)
+            torch.rand(5, device=DEVICE)
+            results.append([*run(lambda x: op(x, 0.3, True), [x]), torch.rand(3, device=DEVICE)])  # noqa: B023
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            assert torch.equal(a == 0, b == 0)
+
+
+@only_cuda
+def test_dropout_keeps_no_mask():
+    kept, _ = saved(lambda: torch.ops.tsmem.dropout(torch.ones(1000, 1000, device=DEVICE, requires_grad=True), 0.5, True))
+    assert sum(t.numel() for t in kept) <= 64
+    x = torch.ones(64, 64, device=DEVICE, requires_grad=True)
+    y = torch.ops.tsmem.dropout(x, 0.5, True)
+    state = torch.cuda.get_rng_state()
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(torch.cuda.get_rng_state(), state) and torch.equal(first, torch.autograd.grad(y.sum(), x)[0]) and torch.equal(first, y.detach())
+
+
+def test_runs_are_equal():
+    """Bit for bit: no atomics."""
+    for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        inputs = norm_inputs((16, 64, 28, 28), dtype, last)
+        first, *others = [run(norm(RELU, add=True), inputs, (True, True, True, False, False, True)) for _ in range(4)]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other))
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)], ids=str)
+def test_empty(shape):
+    x = torch.empty(shape, device=DEVICE, requires_grad=True)
+    for f in (lambda x: torch.ops.tsmem.act(x, RELU, []), lambda x: torch.ops.tsmem.dropout(x, 0.5, True)):
+        (f(x).sum()).backward()
+        assert x.grad.shape == x.shape
+
+
+def network(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, train: bool):
+    y = torch.ops.tsmem.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, 1)
+    y = torch.ops.tsmem.batch_norm_act(y, None, None, None, None, True, 0.1, 1e-5, True, "silu", torch.jit.annotate(List[float], []), 1)
+    y = torch.ops.tsmem.conv2d(y, v, None, [1, 1], [0, 0], [1, 1], 1, 1)
+    return torch.ops.tsmem.dropout(y, 0.25, train, False, 1)
+
+
+def test_repeated_calls():
+    """TorchScript changes the graph between the first calls."""
+    inputs = [draw((2, 3, 8, 8), torch.float64), draw((16, 3, 3, 3), torch.float64, seed=1), draw((8, 16, 3, 3), torch.float64, seed=2), True]
+
+    def stock(x, w, v, train):
+        y = F.silu(torch.batch_norm(F.conv2d(x, w, None, 1, 1), None, None, None, None, True, 0.1, 1e-5, True))
+        return F.dropout(F.conv2d(y, v), 0.25, train)
+
+    scripted = torch.jit.script(network)
+    for _ in range(4):
+        found = []
+        for f in (scripted, stock):
+            torch.manual_seed(1)
+            found.append(run(f, inputs))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.drop = torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.Dropout(0.5)
+
+    @torch.jit.export
+    def body(self, x):
+        return self.drop(torch.relu(self.bn(self.conv(x))))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def checkpoint_pair():
+    """A scripted module, and a copy whose method `around` is its `body` through tsmem::checkpoint."""
+    torch.manual_seed(0)
+    stock, ours = torch.jit.script(Block().to(DEVICE)), torch.jit.script(Block().to(DEVICE))
+    ours.load_state_dict(stock.state_dict())
+    if not hasattr(ours, "around"):  # copies share a class
+        ours.define("def around(self, x: Tensor):\n    y = torch.ops.tsmem.checkpoint(self, 'body', (x,))\n    assert isinstance(y, Tensor)\n    return y\n")
+    return stock, ours
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
+def test_checkpoint(amp):
+    stock, ours = checkpoint_pair()
+    x = draw((4, 8, 9, 9), torch.float32)
+    found = []
+    for m, f in ((stock, stock.forward), (ours, ours.around)):
+        torch.manual_seed(2)
+        with torch.autocast(DEVICE.split(":")[0], torch.bfloat16, enabled=amp):
+            out = run(f, [x])
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(2)
+        with torch.autocast(DEVICE.split(":")[0], torch.bfloat16, enabled=amp):
+            y = f(leaf)
+        y.float().square().sum().backward()
+        found.append([*out, *(p.grad for p in m.parameters()), *m.buffers(), torch.rand(3, device=DEVICE)])
+    slack = 5e-2 if amp else 1e-4
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=slack, atol=slack * max(1.0, b.abs().max().item()))
+
+
+def test_autocast():
+    x, w = draw((2, 8, 9, 9), torch.float32), draw((16, 8, 3, 3), torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(DEVICE.split(":")[0], dtype):
+            ours, theirs = run(lambda x, w: torch.ops.tsmem.conv2d(x, w), [x, w]), run(F.conv2d, [x, w])
+            norms = [run(lambda x, o=o: o(x.to(dtype), [9, 9]), [x]) for o in (torch.ops.tsmem.layer_norm, F.layer_norm)]  # noqa: B023
+        for a, b in itertools.chain(zip(ours, theirs), zip(*norms)):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@only_cuda
+def test_streams():
+    """Work goes to the current stream, and what another stream made is kept, not made again."""
+    inputs = norm_inputs((8, 64, 56, 56), torch.float32)
+    expected = run(norm(RELU), inputs, (True, True, True, False, False, False))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        found = run(norm(RELU), inputs, (True, True, True, False, False, False))
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    x, w = draw((4, 8, 9, 9), torch.float32).requires_grad_(), draw((8, 8, 3, 3), torch.float32).requires_grad_()
+    results = []
+    for other in (torch.cuda.current_stream(), stream):
+        y = torch.ops.tsmem.conv2d(x, w, None, [1, 1], [1, 1])
+        y = torch.ops.tsmem.batch_norm_act(y, None, None, None, None, True, 0.1, 1e-5, True, "relu", [], 1)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            z = torch.ops.tsmem.conv2d(y, w, None, [1, 1], [1, 1])
+        torch.cuda.current_stream().wait_stream(other)
+        results.append(torch.autograd.grad(z.square().sum(), (x, w)))
+    torch.testing.assert_close(*results)
+
+
+@only_cuda
+def test_no_synchronisation():
+    inputs = norm_inputs((8, 16, 28, 28), torch.float32)
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    before = torch.cuda.get_sync_debug_mode()
+    cotangents = {}
+    fs = [norm(RELU, add=True), norm("silu", pool=pool), lambda x, *_: torch.ops.tsmem.max_pool2d(x, [3, 3], [2, 2]),
+          lambda x, *_: torch.ops.tsmem.act(x, RELU, []), lambda x, *_: torch.ops.tsmem.dropout(x, 0.5, True),
+          lambda x, *_: torch.ops.tsmem.group_norm(x, 4), lambda x, *_: torch.ops.tsmem.alpha_dropout(x, 0.5, True)]  # fmt: skip
+    for i, f in enumerate(fs):
+        cotangents[i] = torch.ones_like(f(*inputs))
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for i, f in enumerate(fs):
+            leaf = inputs[0].detach().requires_grad_()
+            torch.autograd.grad(f(leaf, *inputs[1:]), leaf, cotangents[i])
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@only_cuda
+def test_graph_capture():
+    torch.manual_seed(0)
+    static = draw((4, 16, 14, 14), torch.float32).requires_grad_()
+    w, b = draw((16,), torch.float32, seed=1), draw((16,), torch.float32, seed=2)
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    mean, var = torch.zeros(16, device=DEVICE), torch.ones(16, device=DEVICE)
+
+    def step():
+        y = torch.ops.tsmem.batch_norm_act(static, w, b, mean, var, True, 0.0, 1e-5, True, "relu", [], 1)
+        y = torch.ops.tsmem.act(y, "leaky_relu", [0.1], 1)
+        y = torch.ops.tsmem.batch_norm_act_max_pool2d(y, w, b, mean, var, True, 0.0, 1e-5, True, "silu", [], *pool, 1)
+        return torch.autograd.grad(y.square().sum(), static)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in (5, 6):
+        with torch.no_grad():
+            static.copy_(draw((4, 16, 14, 14), torch.float32, seed=seed))
+        graph.replay()
+        torch.testing.assert_close(found, step())
+    # Stock's dropout under capture: each replay draws anew, and backward has forward's mask.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.tsmem.dropout(static, 0.5, True)
+        (grad,) = torch.autograd.grad(out.sum(), static)
+    masks = []
+    for _ in range(2):
+        graph.replay()
+        masks.append(out.detach() != 0)
+        assert torch.equal(masks[-1], grad != 0)
+    assert not torch.equal(*masks)
+
+
+@only_cuda
+def test_checkpoint_under_capture():
+    _, ours = checkpoint_pair()
+    x = draw((4, 8, 9, 9), torch.float32).requires_grad_()
+    ours.eval()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(ours.around(x).sum(), x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # draws nothing
+        (grad,) = torch.autograd.grad(ours.around(x).sum(), x)
+    graph.replay()
+    torch.testing.assert_close(grad, torch.autograd.grad(ours.around(x).sum(), x)[0])
+
+
+@only_cuda
+def test_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    inputs = norm_inputs((4, 16, 9, 7), torch.float32)
+    first = run(norm(RELU, add=True), inputs, (True, True, True, False, False, True))
+    cotangent = draw(first[0].shape, torch.float64, seed=7, shift=0.0).to("cuda:1")
+    second = run(norm(RELU, add=True), [t.to("cuda:1") for t in inputs], (True, True, True, False, False, True), cotangent)
+    for a, b in zip(first, second):  # the current device stays cuda:0
+        assert b.device.index == 1
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-6, atol=1e-6)
+
+
+@only_cuda
+def test_more_than_two_to_the_31_elements():
+    shape = (33, 64, 1024, 1024)
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of device memory")
+    for last in (False, True):
+        x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE, memory_format=torch.channels_last if last else torch.contiguous_format)
+        x.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+        x.requires_grad_()
+        y = torch.ops.tsmem.batch_norm_act(x, None, None, None, None, True, 0.1, 1e-5, True, "relu", [])
+        probe = x.detach()[-1, -1, -8:]
+        mean = x.detach()[:, -1].float().mean()
+        std = x.detach()[:, -1].float().std()
+        torch.testing.assert_close(y.detach()[-1, -1, -8:].float(), ((probe.float() - mean) / std).relu(), rtol=2e-2, atol=2e-2)
+        del y
+        z = torch.ops.tsmem.max_pool2d(x, [2, 2])
+        (grad,) = torch.autograd.grad(z, x, torch.ones_like(z))
+        assert grad[-1].float().sum() == z[-1].numel()
+        del x, z, grad
+        torch.cuda.empty_cache()

@@ -1,0 +1,260 @@
+"""The CUDA kernels on an emulated device (tests/cuda): every raw op against the CPU's, which the other tests hold against aten.
+
+TSMEM_EMULATED_CUDA=1 in the environment puts them in place of the CPU's kernels, and the tests of the public ops then run on them.
+"""
+
+import itertools
+
+import conftest
+import pytest
+import torch
+from op_checks import DTYPES, channels_last
+from test_norm import ACTS, ONE_BIT
+from torch._prims_common import suggest_memory_format
+
+KINDS = ["identity", "relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid", "silu", "hardswish", "gelu", "gelu_tanh",
+         "sigmoid", "tanh", "elu", "softplus", "mish"]  # fmt: skip
+# One value a row, one channel, whole octets and not, odd planes, more channels than a block has, one image.
+SHAPES = [(4, 16, 7, 7), (3, 5, 6, 5), (2, 33, 3, 1), (70, 8), (2, 1, 9, 13), (2, 3, 31), (3, 24, 1, 1), (1, 4, 2, 19, 5), (2, 70, 2, 2), (3, 1000)]
+
+
+@pytest.fixture(scope="module")
+def emulated(ops):
+    library = conftest.emulated_library()
+    if not library.exists():
+        pytest.skip(f"{library} is not built: TSMEM_TESTS=OFF")
+    torch.ops.load_library(str(library))
+    return torch.ops.tsmem_emulated
+
+
+@pytest.fixture(scope="module")
+def raw(ops):
+    return torch.ops.tsmem
+
+
+def act_arguments(name):
+    arguments = ACTS[name][0]
+    return [KINDS.index(name), *arguments, *[0.0] * (3 - len(arguments))]
+
+
+def draw(shape, dtype, last=False, offset=0, seed=0):
+    """Numbers around 1 in a layout, at a storage offset."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2 + 1
+    x = channels_last(x.to(dtype)) if last else x.to(dtype)
+    if not offset:
+        return x
+    memory = torch.empty(x.numel() + offset, dtype=dtype)
+    return memory[offset:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+def close(ours, theirs, dtype, slack=1.0):
+    """The same numbers to rounding; None and undefined alike; layouts and dtypes equal."""
+    ours, theirs = (list(t) if isinstance(t, (tuple, list)) else [t] for t in (ours, theirs))
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert (a is None) == (b is None)
+        if a is None:
+            continue
+        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        if a.dtype.is_floating_point:
+            eps = torch.finfo(dtype).eps
+            scale = b[b.isfinite()].double().abs().max().item() if b.isfinite().any() else 1.0
+            torch.testing.assert_close(a.double(), b.double(), rtol=8 * eps, atol=8 * eps * max(scale, 1e-3) * slack, equal_nan=True)
+        else:
+            assert torch.equal(a, b)
+
+
+def parameters(c, dtype, seed=5):
+    gen = torch.Generator().manual_seed(seed)
+    return (torch.rand(c, generator=gen) + 0.5).to(dtype), torch.randn(c, generator=gen).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_masks(emulated, raw, name, dtype):
+    kind, a, b, _ = act_arguments(name)
+    # The gradient at NaN is aten's on that device: CUDA's hardtanh lets it pass, the CPU's does not.
+    borders = torch.tensor([0.5 if name == "hardtanh" else float("nan"), float("inf"), -float("inf"), 0.0, 3.0, -3.0, a, b, -a], dtype=dtype)
+    for x in (draw((3, 5, 7), dtype), draw((2, 8, 3, 3), dtype, last=True), draw((33,), dtype, offset=3), draw((1,), dtype),
+              draw((0, 3), dtype), borders, draw((6, 4), dtype).t()):  # fmt: skip
+        y, mask = emulated._act_mask(x, kind, a, b)
+        expected, bits = raw._act_mask(x, kind, a, b)
+        close(y, expected, dtype)
+        assert mask.shape == bits.shape
+        grad = draw(x.shape, dtype, seed=1)
+        grad.view(-1)[:1] = float("nan")
+        close(emulated._act_mask_backward(grad, mask, kind, a, b, y.stride()),
+              raw._act_mask_backward(grad, bits, kind, a, b, y.stride()), dtype)  # fmt: skip
+
+
+def forward_args(shape, dtype, name, training, add, last, offset, low_parameters=True):
+    x = draw(shape, dtype, last, offset)
+    p = dtype if low_parameters else torch.float32
+    weight, bias = parameters(shape[1], p)
+    running = [torch.zeros(shape[1], dtype=p), torch.ones(shape[1], dtype=p)]
+    z = draw(shape, dtype, last, offset, seed=2) if add else None
+    return x, weight, bias, running, z, act_arguments(name)
+
+
+def check_norm(emulated, raw, shape, dtype, name, training, add, last, offset=0, low_parameters=True, affine=True):
+    def run(op, running):
+        return op(x, weight, bias, *running, z, training, 0.1, 1e-5, *act, keep)
+
+    x, weight, bias, running, z, act = forward_args(shape, dtype, name, training, add, last, offset, low_parameters)
+    if not affine:
+        weight = bias = None
+    keep = name in ONE_BIT
+    other = [t.clone() for t in running]
+    ours, theirs = run(emulated._batch_norm_act_forward, running), run(raw._batch_norm_act_forward, other)
+    close(ours[:3], theirs[:3], dtype)
+    close(running, other, dtype)
+    assert ours[3].shape == theirs[3].shape
+    mean, invstd = theirs[1:3]
+    for spare in (None, z.clone() if add else None):
+        close(emulated._batch_norm_act_apply(x, weight, bias, mean, invstd, z, *act, spare), theirs[0], dtype)
+    grad = draw(shape, dtype, last, offset, seed=3)
+    channels_last_flag = suggest_memory_format(x) != torch.contiguous_format
+    for masked, want in itertools.product((False, True), ((1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 0, 0, 1), (1, 0, 0, 1), (0, 0, 1, 1))):
+        if (masked and not keep) or (want[3] and not add) or (keep and add and not masked):  # the last is never asked for
+            continue
+        need_x = training or want[1] or not masked
+        for overwrite in (False, True):
+            found = [
+                op(grad.clone(), x if need_x else None, weight, bias, mean, invstd, None if masked else z, bits if masked else None,
+                   training, channels_last_flag, *act, [bool(w) for w in want], overwrite)
+                for op, bits in ((emulated._batch_norm_act_backward, ours[3]), (raw._batch_norm_act_backward, theirs[3]))
+            ]  # fmt: skip
+            close(*found, dtype, slack=x.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_shapes(emulated, raw, shape, dtype):
+    for last, training in itertools.product((False, True), (True, False)):
+        check_norm(emulated, raw, shape, dtype, "relu", training, add=False, last=last)
+    check_norm(emulated, raw, shape, dtype, "relu", True, add=True, last=len(shape) == 4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_norm_activations(emulated, raw, name):
+    for dtype, last, (training, add) in itertools.product((torch.float32, torch.bfloat16), (False, True), ((True, True), (False, False))):
+        check_norm(emulated, raw, (2, 8, 3, 5), dtype, name, training, add, last)
+    check_norm(emulated, raw, (2, 3, 3, 3), torch.float64, name, True, True, False)
+
+
+def test_norm_alignment_and_parameters(emulated, raw):
+    for last, dtype in itertools.product((False, True), (torch.float32, torch.float16)):
+        check_norm(emulated, raw, (2, 8, 3, 5), dtype, "relu", True, True, last, offset=1)
+        check_norm(emulated, raw, (2, 8, 3, 5), dtype, "silu", True, False, last, low_parameters=False)
+        check_norm(emulated, raw, (2, 8, 3, 5), dtype, "relu", True, False, last, affine=False)
+
+
+def test_many_parts(emulated, raw):
+    """Reductions that are split over blocks: over images, within a plane, over rows."""
+    for shape, last in (((40, 2, 30, 30), False), ((1, 1, 200, 170), False), ((2000, 8), False), ((3, 16, 40, 40), True)):
+        check_norm(emulated, raw, shape, torch.float32, "relu", True, False, last)
+
+
+def test_statistics_are_exact(emulated):
+    """A mean far from 0 cancels nothing."""
+    for shape, last in (((4, 3, 40, 40), False), ((4, 8, 40, 40), True)):
+        x = draw(shape, torch.float32, last) + 3000
+        _, mean, invstd, _ = emulated._batch_norm_act_forward(x, None, None, None, None, None, True, 0.1, 0.0, 0, 0.0, 0.0, 0.0, False)
+        var, expected = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+        torch.testing.assert_close(mean.double(), expected, rtol=1e-7, atol=0)
+        torch.testing.assert_close(invstd.double(), var.rsqrt(), rtol=1e-6, atol=0)
+
+
+def test_nan_stays_in_its_channel(emulated, raw):
+    for last in (False, True):
+        x = draw((2, 9, 5, 5), torch.float32, last)
+        x[0, 4, 1, 1] = float("nan")
+        out, mean, _, _ = emulated._batch_norm_act_forward(x, None, None, None, None, None, True, 0.1, 1e-5, *act_arguments("relu"), False)
+        bad = out.isnan().flatten(2).any(2).any(0)
+        assert bad.tolist() == [c == 4 for c in range(9)] and mean.isnan().tolist() == bad.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_gradients(emulated, raw, dtype):
+    act = act_arguments("silu")
+    for shape, last in (((3, 5, 7, 3), False), ((3, 16, 4, 3), True), ((2, 5, 4, 3), True), ((2, 3, 1, 1), False), ((2, 4, 200), False)):
+        x, grad = draw(shape, dtype, last), draw(shape, dtype, last, seed=1)
+        weight, bias = parameters(shape[1], dtype)
+        acc = torch.float64 if dtype == torch.float64 else torch.float32
+        statistics = [t.to(acc) for t in parameters(shape[1], torch.float32, seed=9)[::-1]]
+        for arguments in ([None] * 4, [weight, bias, *statistics]):
+            close(*[o._scale_grad(grad, x, *arguments, False, *act) for o in (emulated, raw)], dtype, slack=8)
+    for shape in ((50, 7), (3, 40, 16), (1, 1)):
+        x, grad = draw(shape, dtype), draw(shape, dtype, seed=1)
+        close(*[o._scale_grad(grad, x, None, None, None, None, True, *act) for o in (emulated, raw)], dtype, slack=8)
+
+
+# kernel, stride, padding, dilation of two axes, size of the input
+WINDOWS = [((3, 3), (2, 2), (1, 1), (1, 1), (9, 8)), ((2, 2), (2, 2), (0, 0), (1, 1), (7, 6)), ((3, 2), (1, 2), (1, 0), (2, 1), (8, 9)),
+           ((17, 17), (3, 3), (8, 8), (1, 1), (20, 18))]  # fmt: skip
+
+
+def out_size(size, kernel, stride, padding, dilation):
+    return [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, k, t, p, d in zip(size, kernel, stride, padding, dilation)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_max_pool(emulated, raw, dtype):
+    for (*window, size), channels, last, offset in itertools.product(WINDOWS, (3, 8), (False, True), (0, 1)):
+        x = draw((2, channels, *size), dtype, last, offset).round()
+        x[0, 0, 2, 2] = float("nan")
+        x[1, 1] = -float("inf")
+        out = out_size(size, *window)
+        found = [o._max_pool(x, *window, out, True) for o in (emulated, raw)]
+        close(*found, dtype)
+        close(emulated._max_pool(x, *window, out, False), raw._max_pool(x, *window, out, False), dtype)
+        grad = draw((2, channels, *out), dtype, last, offset, seed=1)
+        close(*[o._max_pool_backward(grad, found[0][1], size, *window, last) for o in (emulated, raw)], dtype, slack=4)
+
+
+def test_max_pool_of_other_dimensions(emulated, raw):
+    for size, window in (((11,), ((3,), (2,), (1,), (1,))), ((5, 6, 7), ((2, 3, 2), (1, 2, 2), (0, 1, 1), (1, 1, 1)))):
+        for last in (False, True):
+            x = draw((2, 8, *size), torch.float32, last)
+            out = out_size(size, *window)
+            found = [o._max_pool(x, *window, out, True) for o in (emulated, raw)]
+            close(*found, torch.float32)
+            close(*[o._max_pool_backward(found[1][0], found[1][1], size, *window, last) for o in (emulated, raw)], torch.float32)
+    for size, out in (((11,), (4,)), ((7, 5), (3, 4)), ((7, 5), (9, 2)), ((5, 6, 7), (2, 3, 3))):  # adaptive
+        x = draw((2, 8, *size), torch.float32, last=len(size) == 2)
+        found = [o._max_pool(x, [], [], [], [], out, True) for o in (emulated, raw)]
+        close(*found, torch.float32)
+        close(*[o._max_pool_backward(found[1][0], found[1][1], size, [], [], [], [], len(size) == 2) for o in (emulated, raw)], torch.float32)
+    empty = torch.empty(0, 3, 4, 4)
+    close(*[o._max_pool(empty, [2, 2], [2, 2], [0, 0], [1, 1], [2, 2], True) for o in (emulated, raw)], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["relu", "silu", "identity"])
+def test_norm_and_pool(emulated, raw, name, dtype):
+    act = act_arguments(name)
+    for (*window, size), channels, last, training in itertools.product(WINDOWS, (3, 8), (False, True), (True, False)):
+        x = draw((2, channels, *size), dtype, last)
+        weight, bias = parameters(channels, dtype)
+        out = out_size(size, *window)
+        running = [torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)]
+        other = [t.clone() for t in running]
+        found = [o._batch_norm_act_max_pool2d_forward(x, weight, bias, *r, training, 0.1, 1e-5, *act, *window, out, True)
+                 for o, r in ((emulated, running), (raw, other))]  # fmt: skip
+        close(found[0][:3], found[1][:3], dtype)
+        close(running, other, dtype)
+        _, mean, invstd, positions = found[1]
+        # Rounding may make another of two near equals the greater: rare, and never on the same positions.
+        assert (found[0][3] != positions).double().mean() < 0.01 and found[0][3].stride() == positions.stride()
+        close(*[o._batch_norm_act_max_pool2d_apply(x, weight, bias, mean, invstd, positions, *act, *window, out) for o in (emulated, raw)], dtype)
+        grad = draw((2, channels, *out), dtype, last, seed=1)
+        for want in ((True, True, True), (True, False, False), (False, True, True)):
+            close(*[o._batch_norm_act_max_pool2d_backward(grad, x, weight, bias, mean, invstd, positions, training, last, *act, *window, want)
+                    for o in (emulated, raw)], dtype, slack=x.numel() ** 0.5)  # fmt: skip
+
+
+def test_runs_are_equal(emulated):
+    """Bit for bit, whatever the order in which the threads of a block run: the emulation turns it around from block to block."""
+    x = draw((5, 16, 9, 9), torch.float32)
+    runs = [emulated._batch_norm_act_forward(x, None, None, None, None, None, True, 0.1, 1e-5, *act_arguments("relu"), True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][:3], runs[1][:3]))
