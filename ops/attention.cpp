@@ -1,9 +1,8 @@
 // Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
-// logarithm a row; with `recompute` neither of the latter. A product of matrices keeps the factors themselves, where
-// stock's keeps the copies that it makes of transposed ones. softmax keeps its output, or nothing where that can be
-// made again. Everything else is stock's.
+// logarithm a row; with `recompute` neither of the latter. A product of matrices keeps its factors, or what they are
+// made from; softmax its output, or its input where that costs nothing. Everything else is stock's.
 //
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.
@@ -42,7 +41,6 @@ struct AttentionArgs {
   OptTensor mask;
   bool causal = false;
   std::optional<double> scale;
-  std::shared_ptr<Again> again;  // null: the output is kept
 };
 
 std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
@@ -52,25 +50,25 @@ std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor&
 
 struct Attention : torch::autograd::Function<Attention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const AttentionArgs& args) {
+                        const AttentionArgs& args, const std::shared_ptr<Again>& again) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(args.mask), true);
     const auto [out, logsumexp] = flash(q, k, v, args);
-    keeper.add(args.again ? Tensor() : out, true);
-    keeper.add(args.again ? Tensor() : logsumexp, true);
+    keeper.add(again ? Tensor() : out, true);
+    keeper.add(again ? Tensor() : logsumexp, true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["causal"] = args.causal;
     data["scale"] = args.scale;
-    if (args.again) data["again"] = at::IValue::make_capsule(c10::make_intrusive<Shared>(args.again));
+    if (again) data["again"] = at::IValue::make_capsule(c10::make_intrusive<Shared>(again));
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(4);
+    if (!grad.defined()) return variable_list(5);
     auto& data = ctx->saved_data;
     Tensor out, logsumexp;
     // Before Kept lets the output go.
@@ -78,7 +76,7 @@ struct Attention : torch::autograd::Function<Attention> {
       std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
     const Kept kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
-    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), nullptr};
+    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>()};
     if (!data.count("again")) {
       out = kept[4];
       logsumexp = kept[5];
@@ -88,7 +86,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
     auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0,
                                                                                  args.causal, args.mask, args.scale);
-    std::vector<Tensor> g = {gq, gk, gv, Tensor()};
+    std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
     return kept.refuse_double_backward(std::move(g), "scaled_dot_product_attention", grad);
@@ -104,40 +102,57 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
                  bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t recompute) {
   OptTensor mask = defined(attn_mask);
   const auto alike = [&](const Tensor& t) {
-    return plain(t) && t.is_cpu() && t.dim() == 4 && t.numel() > 0 && t.scalar_type() == q.scalar_type();
+    return plain(t) && (t.is_cpu() || t.is_meta()) && t.dim() == 4 && t.numel() > 0 &&
+           t.scalar_type() == q.scalar_type();
   };
   const bool ours = needs_grad(q, k, v) && alike(q) && alike(k) && alike(v) && dropout_p == 0 && !enable_gqa &&
                     (!mask || (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type())) &&
-                    at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) == kFlash;
+                    ((q.is_meta() && q.size(3) == v.size(3)) ||  // stands for the CPU
+                     at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) == kFlash);
   if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
-  AttentionArgs args{mask, is_causal, scale, recompute > 0 ? std::make_shared<Again>() : nullptr};
-  const Tensor out = Attention::apply(q, k, v, args);
-  if (!args.again) keeps_itself(out);
+  // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
+  const auto again = recompute > 0 && !hooks_active() ? std::make_shared<Again>() : nullptr;
+  const Tensor out = Attention::apply(q, k, v, AttentionArgs{mask, is_causal, scale}, again);
+  if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
   offer(
       out, {q, k, v, value_or_undefined(mask)},
-      [args](std::vector<Tensor>& from, const std::vector<bool>&) {
-        AttentionArgs with = args;
-        with.mask = optional(from[3]);
-        const auto [made, logsumexp] = flash(from[0], from[1], from[2], with);
-        if (args.again) args.again->put(made, logsumexp);
+      [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
+        const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale});
+        if (const auto a = node.lock()) a->put(made, logsumexp);
         return made;
       },
       recompute, Pieces::no, flops);
   return out;
 }
 
+// A factor of a batched product as at::matmul keeps it: with batches that can't be put together without it, a copy.
+// Then the factor may be changed before backward.
+Tensor copied_by_stock(const Tensor& t, bool folded) {
+  const Tensor flat = folded ? t.reshape({-1, t.size(-1)}) : t.dim() > 2 ? t.reshape({-1, t.size(-2), t.size(-1)}) : t;
+  return flat.is_alias_of(t) ? t : flat.view(t.sizes());
+}
+
 struct Matmul : torch::autograd::Function<Matmul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
-    keeper.add(b.requires_grad() ? a : Tensor());
-    keeper.add(a.requires_grad() ? b : Tensor());
+    Tensor factors[2] = {a, b};
+    for (int i : {0, 1}) {
+      Tensor& t = factors[i];
+      const Tensor& given = i == 0 ? a : b;
+      const bool needed = (i == 0 ? b : a).requires_grad();
+      if (needed && !costs_nothing(given)) {
+        at::AutoDispatchBelowADInplaceOrView below;
+        t = copied_by_stock(given, i == 0 && b.dim() == 2);
+      }
+      keeper.add(needed ? t : Tensor(), !t.is_same(given));
+    }
     keeper.save(ctx);
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return at::matmul(a, b);
+    return at::matmul(factors[0], factors[1]);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

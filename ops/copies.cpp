@@ -1,5 +1,7 @@
 // Copies in another order of the same elements, which backward can make again: contiguous, reshape, roll. They keep
 // nothing, as stock's. contiguous and reshape return views where stock's do.
+//
+// vmap refuses operators whose schema says so before it looks inside: they are registered for it by themselves.
 #include <torch/library.h>
 
 #include "recompute.h"
@@ -14,8 +16,7 @@ Tensor offered(const Tensor& x, int64_t recompute, F f) {
   const Tensor out = f(x);
   if (needs_grad(x) && plain(x) && !out.is_alias_of(x))
     offer(
-        out, {x}, [f](std::vector<Tensor>& from, const std::vector<bool>&) { return f(from[0]); }, recompute,
-        Pieces::copy);
+        out, {x}, [f](std::vector<Tensor>& from, const std::vector<bool>&) { return f(from[0]); }, recompute);
   return out;
 }
 
@@ -38,6 +39,12 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         TORCH_FN(contiguous));
   m.def("reshape(Tensor(a) self, int[] shape, int recompute=0) -> Tensor(a)", TORCH_FN(reshape));
   m.def("roll(Tensor self, int[1] shifts, int[1] dims=[], int recompute=0) -> Tensor", TORCH_FN(roll));
+}
+
+TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
+  if (another_copy_registered()) return;
+  m.impl("contiguous", TORCH_FN(contiguous));
+  m.impl("reshape", TORCH_FN(reshape));
 }
 
 }  // namespace

@@ -35,6 +35,8 @@ struct Recipe {
   mutable Tensor made;  // of a dear one: the output, until its own op's backward
 };
 
+bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+
 namespace {
 
 // A chain of residual blocks is made again from its first one: its cost grows with the square of its length.
@@ -246,10 +248,6 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   return view;
 }
 
-// Under saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) nothing is made again: the hooks count and replace
-// what is saved.
-bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
-
 struct Program : torch::CustomClassHolder {
   std::vector<RecipePtr> recipes;
   int at = 0;  // in the journal
@@ -319,7 +317,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be made again from them
-        if (pieces == Pieces::yes ? !kept : pieces == Pieces::copy && kept && t.is_view()) held->sources.push_back(t);
+        if (pieces == Pieces::yes && !kept) held->sources.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));

@@ -23,15 +23,14 @@ using Make = std::function<at::Tensor(std::vector<at::Tensor>& operands, const s
 struct Recipe;
 using RecipePtr = std::shared_ptr<const Recipe>;
 
-enum class Pieces { no, yes, copy };
+enum class Pieces { no, yes };
 
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void.
 // recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. A planner tells the
 // ops of a model apart by its magnitude (Journal).
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
-// they are held until somebody keeps the output. Pieces::copy: it is a copy of its operand, most often of a view that
-// nobody else holds: held likewise where others keep what it is a view of.
+// they are held while the output lives, or until somebody keeps it.
 // flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
 // and held until the op's own backward.
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
@@ -60,6 +59,10 @@ struct Journal {
 
 // nullptr: none. For one training step at a time.
 __attribute__((visibility("default"))) void set_journal(Journal* journal);
+
+// Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is made again, as they count
+// and replace what is saved.
+bool hooks_active();
 
 // Whether a node may keep t for nothing: others keep it, or it is made again from what others keep.
 bool costs_nothing(const at::Tensor& t);

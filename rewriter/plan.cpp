@@ -260,8 +260,9 @@ void Planner::Impl::set_up() {
     double flops = 0, bytes = 0;
     for (const auto& v : plain.values)
       (v.flops > 0 ? flops : bytes) += v.flops > 0 ? v.flops : static_cast<double>(v.bytes);
-    original.seconds = 3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond;
-    base_seconds = 3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond;
+    // Not 0 where nothing in the model is known.
+    original.seconds = std::max(3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond, 1e-9);
+    base_seconds = std::max(3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond, 1e-9);
   } else {
     // In turns: what else the machine does then slows all.
     std::vector<double> stock;
@@ -453,6 +454,7 @@ std::vector<bool> Planner::Impl::greedy(double budget) const {
     for (size_t i = 0; i < order.size(); ++i) again[order[i]] = i < count;
     return again;
   };
+  offer(first(order.size()));
   for (size_t over = 0, fits = order.size(); over < fits;) {
     const size_t middle = over + (fits - over) / 2;
     if (offer(first(middle)) <= budget)

@@ -491,6 +491,21 @@ def test_estimate_runs_nothing_and_is_near(files, name, tmp_path):
     assert "The largest batch in 80.0 GiB: " in done.stdout and "batch 64: " in done.stdout
 
 
+def test_estimate_of_nothing_known(tmp_path):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return (x * self.w).exp()
+
+    torch.jit.script(Scaled()).save(str(tmp_path / "m.pt"))
+    done = run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "o.pt", "--input", "64x32x64", "--budget", "100%", "--estimate", "--json", tmp_path / "r.json")
+    assert done.returncode == 0 and "nan" not in done.stdout, done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["predicted"]["gap"] == 0
+
+
 def test_estimate_of_autocast_is_refused(files, tmp_path):
     fails(2, "plan", files.model("unet"), *INPUT, "--estimate", "--amp", "bf16", says=["exclude each other"])
     fails(2, "rewrite", files.model("unet"), "-o", tmp_path / "x.pt", *INPUT, "--estimate", "--amp", "bf16", "--budget", "50%", says=["exclude each other"])

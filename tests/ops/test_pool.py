@@ -64,7 +64,7 @@ def test_lesser_instruction_sets(isa, ops, tmp_path):
     import os
     import subprocess
     import sys
-    library = next(p for p in torch.ops.loaded_libraries if "tsmem" in p)
+    library = next(p for p in torch.ops.loaded_libraries if "tsmem" in p and "emulated" not in p)
     code = f"""
 import sys, torch
 sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
