@@ -17,8 +17,6 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Act act_of(int64_t kind, double a, double b) { return {static_cast<ActKind>(kind), a, b, 0}; }
-
 // `x` in the strides of `like`: itself, or a copy.
 Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
   bool same = true;

@@ -28,6 +28,9 @@ struct Act {
   double a = 0, b = 0, c = 0;
 };
 
+// As the raw ops have it in their arguments.
+inline Act act_of(int64_t kind, double a, double b, double c = 0) { return {static_cast<ActKind>(kind), a, b, c}; }
+
 // True where the derivative is a function of one bit an element: 0 or a constant.
 inline bool one_bit(ActKind k) { return k >= ActKind::relu && k <= ActKind::hardsigmoid; }
 

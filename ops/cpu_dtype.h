@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/ATen.h>
 
-#include "cpu/kernels.h"
+#include "dtype.h"
 
 namespace tsmem {
 

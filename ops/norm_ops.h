@@ -21,6 +21,12 @@ inline at::MemoryFormat feature_format(int64_t dim, bool channels_last) {
 }
 inline bool is_channels_last(const at::Tensor& x) { return x.suggest_memory_format() != at::MemoryFormat::Contiguous; }
 
+// Of the position in a pool's window.
+inline at::ScalarType position_type(at::IntArrayRef kernel) {
+  const int64_t window = kernel[0] * kernel[1];
+  return window <= 256 ? at::kByte : window <= 65536 ? at::kUInt16 : at::kInt;
+}
+
 struct BatchNormArgs {
   OptTensor weight, bias, running_mean, running_var;
   bool training;

@@ -312,7 +312,9 @@ void Planner::Impl::set_up() {
     v.seconds = options.estimate ? j.flops / kFlopsPerSecond + 2.0 * static_cast<double>(j.bytes) / kBytesPerSecond
                 : same           ? timed.values[i].seconds
                                  : 0;
-    v.fixed = !same || (v.dear ? held[i] : held_in_base[i]);
+    v.fixed = !same || (held[i] && (v.dear || held_in_base[i]));
+    // Kept in place of dear operands of as many bytes: it stands and falls with those.
+    if (!v.dear && held_in_base[i] && !held[i]) v.site = -1;
     v.last_forward = static_cast<int>(i);
     for (int o : v.operands) {
       values[o].users.push_back(static_cast<int>(i));
@@ -323,6 +325,13 @@ void Planner::Impl::set_up() {
     Value& v = values[u.value];
     v.last_forward = std::max(v.last_forward, std::min<int>(u.at, static_cast<int>(values.size()) - 1));
     for (auto [it, last] = slots_at.equal_range(u.at); it != last; ++it) v.direct.push_back(it->second);
+  }
+  // What was not kept although nothing was made again from it: there is nothing to choose.
+  for (size_t i = values.size(); i-- > 0;) {
+    Value& v = values[i];
+    bool needed = held_in_base[i] || !v.direct.empty();
+    for (int w : v.users) needed |= !values[w].fixed;
+    if (!needed) v.fixed = true;
   }
   // Who needs what at the latest; users come after their operands.
   std::vector<int> last_need(values.size(), -1);
@@ -584,13 +593,17 @@ std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double>
     p.rows.push_back({{sum.begin(), sum.end()}, (budget ? *budget / kMiB : 0) - constant[t]});
   }
   const auto start = Clock::now();
-  std::vector<bool> again = greedy(budget.value_or(0));
-  if (budget)
+  // What the solver begins with; the smallest peak begins with nothing.
+  std::vector<bool> again = base_again;
+  std::vector<double> first;
+  if (budget) {
+    again = greedy(*budget);
     if (const Tried* t = best(static_cast<int64_t>(*budget)); t && t->seconds < predicted_seconds(again))
       again = t->again;
-  std::vector<double> first(budget ? p.columns.size() : 0);
-  for (size_t i = 0; i < n; ++i)
-    if (budget && x[i] >= 0) first[x[i]] = again[i];
+    first.resize(p.columns.size());
+    for (size_t i = 0; i < n; ++i)
+      if (x[i] >= 0) first[x[i]] = again[i];
+  }
   const double most = static_cast<double>(base.peak) / kMiB;
   MilpSolution s;
   if (p.columns.size() < 2 * kMostColumns)
@@ -598,6 +611,7 @@ std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double>
   solving += std::chrono::duration<double>(Clock::now() - start).count();
   ++solves;
   if (s.infeasible) return std::nullopt;
+  if (!s.found && !budget) again = greedy(0);
   // Without an answer nothing is known but that making something again takes time.
   if (!s.found)
     return Choice{again, (predicted_seconds(again) - predicted_seconds(std::vector<bool>(n))) / base_seconds, false};

@@ -12,24 +12,6 @@
 namespace tsmem {
 namespace {
 
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
-
-template <class T>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
-template <class T>
-using compute_t = typename Compute<T>::type;
-
 inline float to_compute(float x) { return x; }
 inline double to_compute(double x) { return x; }
 inline float to_compute(bf16 x) {
@@ -87,21 +69,6 @@ inline void store(const compute_t<T>* from, T* to, int64_t n) {
                        _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
   for (; i < n; ++i) from_compute(from[i], to[i]);
-}
-
-// Calls f with a null pointer of the element type.
-template <class F>
-inline void with_dtype(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::f32:
-      return f(static_cast<float*>(nullptr));
-    case Dtype::f64:
-      return f(static_cast<double*>(nullptr));
-    case Dtype::bf16:
-      return f(static_cast<bf16*>(nullptr));
-    case Dtype::f16:
-      return f(static_cast<f16*>(nullptr));
-  }
 }
 
 }  // namespace

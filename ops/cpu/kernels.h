@@ -7,9 +7,9 @@
 #pragma once
 #include <cstdint>
 
-namespace tsmem {
+#include "dtype.h"
 
-enum class Dtype : int32_t { f32, f64, bf16, f16 };
+namespace tsmem {
 
 enum class Isa { baseline, avx2, avx512 };
 

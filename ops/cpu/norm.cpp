@@ -266,8 +266,6 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
   if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(second, r); });
 }
 
-Act act_of(int64_t kind, double a, double b, double c) { return {static_cast<ActKind>(kind), a, b, c}; }
-
 template <class F>
 void with_acc(at::ScalarType t, F f) {
   if (t == at::kDouble)
@@ -388,15 +386,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const 
 
 // --- With max pooling
 
-int position_bytes(at::IntArrayRef kernel) {
-  const int64_t window = kernel[0] * kernel[1];
-  return window <= 256 ? 1 : window <= 65536 ? 2 : 4;
-}
-at::ScalarType position_type(at::IntArrayRef kernel) {
-  const int bytes = position_bytes(kernel);
-  return bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
-}
-
 NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, at::IntArrayRef kernel,
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                        const Tensor& positions, bool channels_last) {
@@ -408,7 +397,7 @@ NormPoolArgs pool_args(const Map& m, const Tensor& x, at::IntArrayRef out_size, 
   for (int d = 0; d < 2; ++d)
     p.kernel[d] = kernel[d], p.stride[d] = stride[d], p.padding[d] = padding[d], p.dilation[d] = dilation[d];
   p.positions = positions.defined() && positions.numel() > 0 ? positions.data_ptr() : nullptr;
-  p.position_bytes = position_bytes(kernel);
+  p.position_bytes = static_cast<int>(c10::elementSize(position_type(kernel)));
   return p;
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cpu/kernels.h"
+#include "dtype.h"
 #ifdef TSMEM_EMULATE_CUDA
 #include "emulate.h"
 #else

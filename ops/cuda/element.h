@@ -6,63 +6,23 @@
 #pragma once
 #include <cstring>
 
-#include "cpu/kernels.h"
 #include "cuda/launch.h"
-#ifndef TSMEM_EMULATE_CUDA
+#include "dtype.h"
+#ifdef TSMEM_EMULATE_CUDA
+#include "cpu/convert.h"
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
 namespace tsmem::cuda {
 
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
-
-// The type that an element is computed in.
-template <class T>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
-template <class T>
-using compute_t = typename Compute<T>::type;
-
+// Rounded to nearest even, as ATen does. Emulated, the CPU kernels'.
+#ifndef TSMEM_EMULATE_CUDA
 __device__ inline float to_compute(float x) { return x; }
 __device__ inline double to_compute(double x) { return x; }
 __device__ inline void from_compute(float x, float& out) { out = x; }
 __device__ inline void from_compute(double x, double& out) { out = x; }
-
-// To 16 bits: rounded to nearest even, as ATen does.
-#ifdef TSMEM_EMULATE_CUDA
-inline float to_compute(bf16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-inline float to_compute(f16 x) {
-  _Float16 h;
-  std::memcpy(&h, &x.bits, 2);
-  return static_cast<float>(h);
-}
-inline void from_compute(float x, bf16& out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  out.bits = x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
-}
-inline void from_compute(float x, f16& out) {
-  const _Float16 h = static_cast<_Float16>(x);
-  std::memcpy(&out.bits, &h, 2);
-}
-#else
 __device__ inline float to_compute(bf16 x) { return __uint_as_float(uint32_t{x.bits} << 16); }
 __device__ inline float to_compute(f16 x) { return __half2float(__ushort_as_half(x.bits)); }
 __device__ inline void from_compute(float x, bf16& out) { out.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
@@ -152,21 +112,6 @@ __device__ inline void set_number(const Numbers& n, int64_t i, double value) {
       return;
     default:
       from_compute(static_cast<float>(value), static_cast<f16*>(data)[i]);
-  }
-}
-
-// Calls f with a null pointer to the element's type.
-template <class F>
-void with_dtype(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::f32:
-      return f(static_cast<float*>(nullptr));
-    case Dtype::f64:
-      return f(static_cast<double*>(nullptr));
-    case Dtype::bf16:
-      return f(static_cast<bf16*>(nullptr));
-    case Dtype::f16:
-      return f(static_cast<f16*>(nullptr));
   }
 }
 

@@ -11,8 +11,6 @@ namespace {
 
 using at::Tensor;
 
-Act act_of(int64_t kind, double a, double b) { return {static_cast<ActKind>(kind), a, b, 0}; }
-
 // `x` in these strides: itself, or a copy.
 Tensor in_layout(const Tensor& x, at::IntArrayRef strides) {
   bool same = true;

@@ -13,8 +13,6 @@ namespace {
 using at::IntArrayRef;
 using at::Tensor;
 
-Act act_of(int64_t kind, double a, double b, double c) { return {static_cast<ActKind>(kind), a, b, c}; }
-
 // x as the kernels see it; x is dense in its layout. The operands are still to be set.
 NormArgs view(const Tensor& x, bool channels_last, const Act& act) {
   NormArgs a;
@@ -220,11 +218,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
 }
 
 // --- With max pooling
-
-at::ScalarType position_type(IntArrayRef kernel) {
-  const int64_t window = kernel[0] * kernel[1];
-  return window <= 256 ? at::kByte : window <= 65536 ? at::kUInt16 : at::kInt;
-}
 
 PoolArgs pool_args(const NormArgs& norm, const Tensor& x, bool channels_last, IntArrayRef out_size, IntArrayRef kernel,
                    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {

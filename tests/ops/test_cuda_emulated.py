@@ -21,8 +21,7 @@ SHAPES = [(4, 16, 7, 7), (3, 5, 6, 5), (2, 33, 3, 1), (70, 8), (2, 1, 9, 13), (2
 @pytest.fixture(scope="module")
 def emulated(ops):
     library = conftest.emulated_library()
-    if not library.exists():
-        pytest.skip(f"{library} is not built: TSMEM_TESTS=OFF")
+    assert library.exists(), f"{library} is not built: build with TSMEM_TESTS=ON"
     torch.ops.load_library(str(library))
     return torch.ops.tsmem_emulated
 

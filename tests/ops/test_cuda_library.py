@@ -1,5 +1,6 @@
 """libtsmem_ops_cuda.so is looked for beside libtsmem_ops.so when an op first sees a CUDA tensor. Fake ones do: no device is needed."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -46,8 +47,8 @@ def copied(tmp_path):
 
 def test_it_is_loaded_for_a_cuda_tensor(copied):
     library = conftest.library().with_name(CUDA_LIBRARY)
-    if not library.exists():
-        pytest.skip(f"{library} is not built: there is no nvcc")
+    if not library.exists() and not shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
+        pytest.skip("needs nvcc, which builds the CUDA library")
     shutil.copy(library, copied.parent)
     assert run(copied) == ("True True", [])
 
