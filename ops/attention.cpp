@@ -133,6 +133,15 @@ Tensor copied_by_stock(const Tensor& t, bool folded) {
   return flat.is_alias_of(t) ? t : flat.view(t.sizes());
 }
 
+// at::matmul, with the rows of all images put together where b has no batches: without a gradient in sight it would
+// copy b for each image rather than a.
+Tensor product(const Tensor& a, const Tensor& b) {
+  if (b.dim() > 2 || a.dim() == 2) return at::matmul(a, b);
+  auto sizes = a.sizes().vec();
+  sizes.back() = b.size(1);
+  return a.reshape({-1, a.size(-1)}).mm(b).view(sizes);
+}
+
 struct Matmul : torch::autograd::Function<Matmul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->set_materialize_grads(false);
@@ -152,7 +161,7 @@ struct Matmul : torch::autograd::Function<Matmul> {
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return at::matmul(factors[0], factors[1]);
+    return product(factors[0], factors[1]);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -167,7 +176,7 @@ struct Matmul : torch::autograd::Function<Matmul> {
                  ? a.reshape({-1, a.size(-1)}).t().mm(grad.reshape({-1, grad.size(-1)}))  // not one product an image
                  : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
     }
-    if (ctx->needs_input_grad(0)) g[0] = at::matmul(grad, kept[1].transpose(-2, -1)).sum_to_size(a_sizes);
+    if (ctx->needs_input_grad(0)) g[0] = product(grad, kept[1].transpose(-2, -1)).sum_to_size(a_sizes);
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "matmul", grad);
     return g;
   }
@@ -180,7 +189,7 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
   if (!ours) return at::matmul(a, b);
   const Tensor out = Matmul::apply(a, b);
   offer(
-      out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return at::matmul(from[0], from[1]); },
+      out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1]); },
       recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
   return out;
 }

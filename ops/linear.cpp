@@ -1,8 +1,8 @@
 // linear, whose backward needs the input for the weight's gradient alone, and the weight for the input's alone: what is
 // not needed is not kept, and an input that can be made again (recompute.h) isn't either.
 //
-// Forward is aten::linear. Backward as derivatives.yaml has it for aten::addmm: matrix products over all leading
-// dimensions.
+// Forward is aten::linear on all rows at once. Backward as derivatives.yaml has it for aten::addmm: matrix products
+// over all leading dimensions.
 #include <torch/library.h>
 
 #include "recompute.h"
@@ -14,6 +14,15 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// at::linear, whose rows are put together first: without a gradient in sight it would take each image by itself where
+// that costs no copy, with a copy of the weight for each.
+Tensor all_rows(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+  if (input.dim() == 2) return at::linear(input, weight, bias);
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  return at::linear(input.reshape({-1, input.size(-1)}), weight, bias).view(sizes);
+}
+
 struct Linear : torch::autograd::Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias) {
     ctx->set_materialize_grads(false);
@@ -23,7 +32,7 @@ struct Linear : torch::autograd::Function<Linear> {
     keeper.save(ctx);
     ctx->saved_data["bias"] = bias.has_value();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return at::linear(input, weight, bias);
+    return all_rows(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -57,9 +66,7 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
   const Tensor out = Linear::apply(input, weight, b);
   offer(
       out, {input, weight, value_or_undefined(b)},
-      [](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return at::linear(from[0], from[1], optional(from[2]));
-      },
+      [](std::vector<Tensor>& from, const std::vector<bool>&) { return all_rows(from[0], from[1], optional(from[2])); },
       recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1)));
   return out;
 }

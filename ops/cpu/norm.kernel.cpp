@@ -115,6 +115,8 @@ void stats_rows(const NormArgs& a, NormRange r, double* mean, double* m2) {
 
 template <class T>
 void stats(const NormArgs& a, NormRange r, double* mean, double* m2) {
+  if constexpr (fusable<T>)
+    if (a.planar() && a.inner <= kChunk / 2 && r.o1 > r.o0) return fused_stats_planar<T>(a, r, mean, m2);
   if (a.planar())
     stats_planar<T>(a, r, mean, m2);
   else

@@ -206,6 +206,58 @@ inline __attribute__((always_inline)) Vec fused_grad_pre(const Fused& act, const
   return act.backward(mask ? unpack_lanes(read_bits(mask, at, n)) : act.flags(d * s + b), g);
 }
 
+// Mean and M2 of short rows: sums in lanes over several images, as a sum across lanes costs more than a row. They are
+// of x - shift, the mean of the first row and then the mean so far, so that nothing cancels in M2.
+template <class T>
+void fused_stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
+  const int64_t channels = r.c1 - r.c0, n = a.inner, row_vectors = (n + kLanes - 1) / kLanes;
+  Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes), shift(channels);
+  const auto row_of = [&](int64_t o, int64_t c) {
+    return static_cast<const T*>(a.x) + (o * a.channels + r.c0 + c) * n;
+  };
+  const auto each = [&](const T* x, float from, auto f) __attribute__((always_inline)) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) f(load_vec(x + i) - from);
+    if (i == n) return;
+    if (n < kLanes) return f(load_part(x, n, from) - from);
+    Vec d = load_vec(x + n - kLanes) - from;
+    drop_first<float>(d, overlap<float>(i, n));
+    f(d);
+  };
+  for (int64_t c = 0; c < channels; ++c) {
+    mean[c] = m2[c] = 0;
+    const T* x = row_of(r.o0, c);
+    float first[1];
+    const float from = *load(x, first, 1);
+    Vec s = {};
+    each(x, from, [&](Vec d) { s += d; });
+    shift[c] = static_cast<float>(from + total<float>(s) / static_cast<double>(n));
+  }
+  int64_t done = r.o0;  // images in mean and m2
+  for (int64_t o = r.o0; o < r.o1; ++o) {
+    for (int64_t c = 0; c < channels; ++c) {
+      Vec s = load_vec(s_run.data + c * kLanes), q = load_vec(q_run.data + c * kLanes);
+      each(row_of(o, c), shift[c], [&](Vec d) {
+        s += d;
+        q += d * d;
+      });
+      store_vec(s, s_run.data + c * kLanes);
+      store_vec(q, q_run.data + c * kLanes);
+    }
+    if (o + 1 < r.o1 && (o + 2 - done) * row_vectors <= kRowsPerFlush) continue;
+    const auto m = static_cast<double>((o + 1 - done) * n);
+    for (int64_t c = 0; c < channels; ++c) {
+      const double s = total<float>(load_vec(s_run.data + c * kLanes)),
+                   q = total<float>(load_vec(q_run.data + c * kLanes));
+      merge(static_cast<double>((done - r.o0) * n), &mean[c], &m2[c], m, shift[c] + s / m, q - s * s / m);
+      shift[c] = static_cast<float>(mean[c]);
+      store_vec(Vec{}, s_run.data + c * kLanes);
+      store_vec(Vec{}, q_run.data + c * kLanes);
+    }
+    done = o + 1;
+  }
+}
+
 template <class T, class Fused>
 void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
   // Float sums of each channel, in lanes; they go to double before they are long.

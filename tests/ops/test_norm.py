@@ -231,6 +231,19 @@ def test_statistics_of_large_means(ops, layout):
         assert errors[0][0] <= 2 * errors[1][0] + 1e-6 and errors[0][1] <= 2 * errors[1][1] + 1e-7, errors
 
 
+@pytest.mark.parametrize("layout", [CONTIGUOUS, LAST], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_statistics_of_short_rows(ops, layout, dtype):
+    """Of fewer elements than a vector has, of some vectors and a rest, of more images than are summed at a time; each image has a mean of its own."""
+    torch.manual_seed(0)
+    for shape in [(300, 5, 1, 3), (3, 33, 4, 4), (150, 17, 7, 7), (1, 4, 5, 9), (70, 3, 16, 22), (5, 2, 2, 255)]:
+        x = (torch.randn(shape) + 10 * torch.randn(shape[0], 1, 1, 1) + 50).to(dtype).contiguous(memory_format=layout)
+        exact = x.double().mean(dim=(0, 2, 3)), x.double().var(dim=(0, 2, 3), unbiased=True)
+        m, v = torch.zeros(shape[1]), torch.ones(shape[1])
+        fused(ops, "identity", True, momentum=1.0)(x, None, None, m, v, None)
+        same([m.double(), v.double()], exact, rtol=5e-6)
+
+
 def test_strides(ops):
     """Inputs, residuals and gradients of any strides give stock's values, and stock's strides out."""
     base = torch.randn(6, 8, 6, 10, dtype=torch.float64)
