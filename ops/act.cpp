@@ -198,7 +198,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
     return stock_act(self, act);
   offer(
       out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); },
-      recompute);
+      recompute, Pieces::no, 0, Rows::own);
   return out;
 }
 

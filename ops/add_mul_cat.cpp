@@ -4,6 +4,9 @@
 // are made from.
 #include <torch/library.h>
 
+#include <array>
+
+#include "norm_ops.h"
 #include "recompute.h"
 
 namespace tsmem {
@@ -45,9 +48,22 @@ struct Mul : torch::autograd::Function<Mul> {
     if (!grad.defined()) return variable_list(2);
     const Kept kept(ctx);
     std::vector<Tensor> g(2);
-    for (int i : {0, 1})
-      if (ctx->needs_input_grad(i))
-        g[i] = (grad * kept[1 - i]).sum_to_size(ctx->saved_data[i == 0 ? "a" : "b"].toIntVector());
+    const std::array<std::vector<int64_t>, 2> sizes = {ctx->saved_data["a"].toIntVector(),
+                                                       ctx->saved_data["b"].toIntVector()};
+    // A scale's gradient first: the other one may take the memory of `grad`.
+    const int first = grad.sizes() == sizes[0] ? 1 : 0;
+    for (int i : {first, 1 - first}) {
+      if (!ctx->needs_input_grad(i)) continue;
+      const Tensor other = kept[1 - i];
+      std::optional<Tensor> sums;
+      if (grad.sizes() != sizes[i]) sums = sum_of_product(grad, other, sizes[i]);
+      if (sums)
+        g[i] = *sums;
+      else if (i != first && grad.sizes() == sizes[i] && only_ours(grad))
+        g[i] = Tensor(grad).mul_(other);
+      else
+        g[i] = (grad * other).sum_to_size(sizes[i]);
+    }
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "mul", grad);
     return g;
   }

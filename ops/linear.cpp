@@ -41,10 +41,11 @@ struct Linear : torch::autograd::Function<Linear> {
     const Kept kept(ctx);
     std::vector<Tensor> g(3);
     const Tensor rows = grad.reshape({-1, grad.size(-1)});
-    if (ctx->needs_input_grad(1)) {
-      const Tensor input = kept[0];
-      g[1] = rows.t().mm(input.reshape({-1, input.size(-1)}));
-    }
+    if (ctx->needs_input_grad(1))
+      kept.by_rows(0, [&](int64_t first, const Tensor& input) {
+        const Tensor some = rows.narrow(0, first, input.size(0)).t();
+        g[1] = g[1].defined() ? g[1].addmm_(some, input) : some.mm(input);
+      });
     if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) g[2] = rows.sum(0);
     if (ctx->needs_input_grad(0)) {
       const Tensor weight = kept[1];

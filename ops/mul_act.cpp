@@ -26,30 +26,35 @@ struct Source {
   OptTensor weight, bias, mean, invstd;
 };
 
-// The sum of grad * activated over what `scale_sizes` broadcasts.
-Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
+// The sum of grad * activated over what `scale_sizes` broadcasts, in one pass; nothing for an unusual broadcast.
+std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes,
+                                       const Act& act) {
   const int64_t dims = grad.dim(), lead = dims - static_cast<int64_t>(scale_sizes.size());
   const auto scale_size = [&](int64_t d) { return d < lead ? 1 : scale_sizes[d - lead]; };
   bool per_channel = dims >= 3, last_dim = dims >= 2 && !s.mean && scale_size(dims - 1) == grad.size(-1);
   for (int64_t d = 2; d < dims; ++d) per_channel = per_channel && scale_size(d) == 1;
   for (int64_t d = 0; d < dims - 1; ++d) last_dim = last_dim && scale_size(d) == 1;
   last_dim = last_dim && s.input.is_contiguous();
-  if (per_channel || last_dim) {
-    Tensor sums;
-    {
-      at::AutoDispatchBelowADInplaceOrView guard;
-      static const auto op =
-          scale_grad_op()
-              .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                            const OptTensor&, bool, int64_t, double, double, double)>();
-      sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind),
-                     act.a, act.b, act.c);
-    }
-    if (!per_channel) return sums.view(scale_sizes);
-    std::vector<int64_t> sizes(dims, 1);
-    sizes[0] = grad.size(0), sizes[1] = grad.size(1);
-    return sums.view(sizes).sum_to_size(scale_sizes);
+  if (!per_channel && !last_dim) return std::nullopt;
+  Tensor sums;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        scale_grad_op()
+            .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                          const OptTensor&, bool, int64_t, double, double, double)>();
+    sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind),
+                   act.a, act.b, act.c);
   }
+  if (!per_channel) return sums.view(scale_sizes);
+  std::vector<int64_t> sizes(dims, 1);
+  sizes[0] = grad.size(0), sizes[1] = grad.size(1);
+  return sums.view(sizes).sum_to_size(scale_sizes);
+}
+
+Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
+  if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
+  const int64_t dims = grad.dim();
   // An unusual broadcast: by stock ops.
   const auto acc = acc_type(grad.scalar_type());
   Tensor pre = s.input.to(acc);
@@ -152,4 +157,16 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
 }
 
 }  // namespace
+
+std::optional<Tensor> sum_of_product(const Tensor& grad, const Tensor& x, at::IntArrayRef sizes) {
+  const auto format = x.suggest_memory_format();
+  if (at::GradMode::is_enabled() || !plain(x) || !plain(grad) || !has_kernel(scale_grad_op(), x) ||
+      x.scalar_type() != grad.scalar_type() || x.device() != grad.device() || x.sizes() != grad.sizes() ||
+      x.numel() == 0 || !x.is_contiguous(format) || !grad.is_contiguous(format))
+    return std::nullopt;
+  auto sums = fused_scale_grad(grad, {x, {}, {}, {}, {}}, sizes, Act{ActKind::identity});
+  if (sums) sums = sums->to(grad.scalar_type());
+  return sums;
+}
+
 }  // namespace tsmem

@@ -74,6 +74,10 @@ struct Edges {
   int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
 };
 
+// The sum of grad * x over the dimensions that `sizes` broadcasts to x's, without the product: for scales of channels
+// or of the last dimension, tensors dense in one format and no double backward; else nothing. In mul_act.cpp.
+std::optional<at::Tensor> sum_of_product(const at::Tensor& grad, const at::Tensor& x, at::IntArrayRef sizes);
+
 // The operator tsmem::batch_norm_act: act(batch_norm(input)), the activation by its name and arguments (parse_act).
 at::Tensor batch_norm_act(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,

@@ -26,10 +26,12 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;                      // cheap recipes in a row
-  int dear_depth = 0;                 // dear ones in a row
-  bool dear = false;                  // made once in a pass of backward
-  bool view = false;                  // of the only source
+  int depth = 1;       // cheap recipes in a row
+  int dear_depth = 0;  // dear ones in a row
+  bool dear = false;   // made once in a pass of backward
+  bool view = false;   // of the only source
+  Rows rows = Rows::all;
+  int64_t columns = 0;                // of the output's last dimension, with Rows::own
   std::optional<c10::Stream> stream;  // of a device that has streams
   mutable std::mutex mutex;
   mutable Tensor made;  // of a dear one: the output, until its own op's backward
@@ -289,7 +291,7 @@ int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& 
 void set_journal(Journal* j) { journal = j; }
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t recompute, Pieces pieces,
-           double flops) {
+           double flops, Rows rows) {
   const auto& node = output.grad_fn();
   if (recompute == 0 || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (journal && !journal->closed) {
@@ -302,6 +304,12 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->pieces = pieces;
   recipe->dear = flops > 0;
   recipe->stream = stream_of(output);
+  // Sums over blocks of rows are rounded to the dtype after each.
+  const bool wide = output.scalar_type() == at::kFloat || output.scalar_type() == at::kDouble;
+  if (wide && output.dim() >= 2 && output.is_contiguous()) {
+    recipe->rows = rows;
+    recipe->columns = output.size(-1);
+  }
   auto held = c10::make_intrusive<Held>();
   for (const Tensor& t : operands) {
     Source s;
@@ -401,6 +409,65 @@ Tensor Kept::operator[](size_t slot) const {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return make_again(recipes_[slot], leaves_.data(), places_[slot]);
+}
+
+namespace {
+
+// Blocks that a core's own cache holds, of enough rows that a matrix product over them is not slower than one over all.
+constexpr int64_t kBlockBytes = 2 << 20, kBlockRows = 1024;
+
+using MakeRows = std::function<Tensor(int64_t begin, int64_t end)>;
+
+// What makes some rows of a recipe's output; other sources are made here, as a whole. Notes the number of rows.
+MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t* rows) {
+  std::vector<MakeRows> sources;
+  std::vector<bool> spare;
+  const Tensor* leaf = leaves + first.at(recipe.get());
+  for (const Source& s : recipe->sources) {
+    const bool nested = s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view;
+    spare.push_back(nested);
+    if (nested) {
+      sources.push_back(rows_of(s.recipe, leaves, first, rows));
+      continue;
+    }
+    const Tensor whole = s.recipe ? make_again(s.recipe, leaves, first) : *leaf++;
+    if (!whole.defined() || whole.dim() < 2 || whole.size(-1) != recipe->columns) {
+      sources.push_back([whole](int64_t, int64_t) { return whole; });
+      continue;
+    }
+    const Tensor matrix = whole.reshape({-1, recipe->columns});
+    *rows = std::max(*rows, matrix.size(0));
+    sources.push_back([whole, matrix, rows](int64_t begin, int64_t end) {
+      return matrix.size(0) == *rows ? matrix.narrow(0, begin, end - begin) : whole;
+    });
+  }
+  return [=](int64_t begin, int64_t end) {
+    std::vector<Tensor> operands;
+    for (const MakeRows& make : sources) operands.push_back(make(begin, end));
+    return recipe->make(operands, spare);
+  };
+}
+
+}  // namespace
+
+void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)>& f) const {
+  const RecipePtr& recipe = recipes_[slot];
+  if (!recipe || recipe->rows != Rows::own || recipe->columns == 0) {
+    const Tensor whole = (*this)[slot];
+    return f(0, whole.reshape({-1, whole.size(-1)}));
+  }
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  int64_t rows = 0;
+  const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], &rows);
+  const int64_t bytes = recipe->columns * 4, block = std::max(kBlockRows, kBlockBytes / bytes);
+  for (int64_t begin = 0; begin < rows;) {
+    // The last block takes what would be too few rows for one.
+    const int64_t end = rows - begin < 2 * block ? rows : begin + block;
+    f(begin, make(begin, end).reshape({-1, recipe->columns}));
+    begin = end;
+  }
 }
 
 bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }

@@ -33,8 +33,11 @@ enum class Pieces { no, yes };
 // they are held while the output lives, or until somebody keeps it.
 // flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
 // and held until the op's own backward.
+// Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
+// operands of other sizes: make() takes any number of rows.
+enum class Rows { all, own };
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
-           Pieces pieces = Pieces::no, double flops = 0);
+           Pieces pieces = Pieces::no, double flops = 0, Rows rows = Rows::all);
 
 // What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
 struct Journal {
@@ -99,6 +102,9 @@ class Kept {
   explicit Kept(torch::autograd::AutogradContext* ctx);
   // Tensor number `slot` of those added; undefined where that was. One that is made again is made at every call.
   at::Tensor operator[](size_t slot) const;
+  // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,
+  // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there.
+  void by_rows(size_t slot, const std::function<void(int64_t first, const at::Tensor& rows)>& f) const;
   // Whether operator[] makes it: then it's detached from the graph, and its memory is the caller's own.
   bool made(size_t slot) const;
   bool any_made() const;

@@ -1,8 +1,10 @@
 """Outputs that backward makes again: numbers, what is kept, and that everybody who may interfere is heard."""
 import gc
+import itertools
 import threading
 import weakref
 
+import allocator
 import pytest
 import torch
 import tsmem  # noqa: F401  loads the operators
@@ -397,6 +399,62 @@ def test_norm_outputs_are_made_again():
     for a, e in zip(*grads):
         assert torch.equal(a, e)
     assert live_bytes(lambda: run(False)) - live_bytes(lambda: run(True)) > 1.9 * unit
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("shape", ((5, 1500, 8), (7001, 40), (3, 5, 8)))
+def test_made_in_blocks_of_rows(shape, dtype):
+    """A linear layer's input, for its weight's gradient; in the narrow dtypes and where there are few rows at once."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    w = [torch.randn(n, c).to(dtype).requires_grad_() for n in (c, 3, 2)]
+    a, b = (torch.randn(c).to(dtype).requires_grad_() for _ in range(2))
+
+    def run(r):
+        y = ops.linear(x, w[0])
+        normed = ops.layer_norm(y, [c], a, b, 1e-5, True, r)
+        strided = ops.act(y.transpose(0, -2).contiguous().transpose(0, -2), "silu", [], r)
+        return ops.linear(ops.act(normed, "gelu", [], r), w[1]).square().sum() + ops.linear(ops.act(strided, "tanh", [], r), w[2]).sum()
+
+    actual, expected = (torch.autograd.grad(run(r), [x, *w, a, b]) for r in (1, 0))
+    for u, v in zip(actual, expected):
+        assert float((u - v).abs().max()) <= (1e-12 if dtype == torch.float64 else 2e-5) * float(v.abs().max())
+
+
+def test_blocks_of_rows_need_little_memory():
+    x, w = torch.randn(40000, 64, requires_grad=True), torch.randn(16, 64, requires_grad=True)
+    whole = x.numel() * 4
+    peaks = []
+    for r in (1, 0):
+        loss = ops.linear(ops.act(x * 1.0, "silu", [], r), w).sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            torch.autograd.grad(loss, w)
+        sizes = [size for _, size in allocator._allocations(profiler)]
+        peaks.append(max(itertools.accumulate(sizes)))
+    assert peaks[0] < peaks[1] + whole / 4  # not a whole output more than where it is kept
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("scale", ((6, 1, 1), (2, 6, 1, 1), (1, 6, 1, 1), (5,), (2, 1, 1, 1), (1,), (4, 5), (2, 6, 4, 5), ()))
+def test_mul_with_broadcasting(scale, dtype):
+    torch.manual_seed(0)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 6, 4, 5).to(dtype).contiguous(memory_format=layout)
+        for a, b in ((x, torch.randn(scale).to(dtype)), (torch.randn(scale).to(dtype), x)):
+            for bits in range(1, 4):
+                leaves = [t.clone().requires_grad_(bool(bits >> i & 1)) for i, t in enumerate((a, b))]
+                wanted = [t for t in leaves if t.requires_grad]
+                outs = [f(*leaves) for f in (ops.mul, torch.mul)]
+                assert torch.equal(*outs)
+                g = torch.randn_like(outs[0])
+                actual = torch.autograd.grad(outs[0], wanted, g.clone())
+                expected = torch.autograd.grad(leaves[0].double() * leaves[1].double(), wanted, g.double())
+                for u, v in zip(actual, expected):
+                    assert u.dtype == dtype and u.shape == v.shape
+                    torch.testing.assert_close(u, v, rtol=4 * torch.finfo(dtype).eps, atol=40 * torch.finfo(dtype).eps)
+    twice = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 6, 4, 5), scale)]
+    assert torch.autograd.gradgradcheck(ops.mul, twice)
 
 
 @pytest.mark.parametrize("p", (0.3,))
