@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 
 namespace tsmem {
@@ -14,22 +15,33 @@ MilpSolution solve(const Milp& problem, double seconds, double gap, const std::v
   Cbc_Model* m = model.get();
   Cbc_setLogLevel(m, 0);
   Cbc_setParameter(m, "log", "0");
-  for (size_t i = 0; i < problem.columns.size(); ++i) {
-    const auto& c = problem.columns[i];
-    Cbc_addCol(m, fmt::format("x{}", i).c_str(), c.lower, c.upper, c.cost, c.integer, 0, nullptr, nullptr);
+  // At once: row by row the matrix is copied again and again.
+  const size_t columns = problem.columns.size(), rows = problem.rows.size();
+  std::vector<double> lower, upper, cost, no_limit(rows, -std::numeric_limits<double>::infinity()), limit;
+  for (const auto& c : problem.columns) {
+    lower.push_back(c.lower);
+    upper.push_back(c.upper);
+    cost.push_back(c.cost);
   }
-  std::vector<int> columns;
-  std::vector<double> coefficients;
-  for (size_t i = 0; i < problem.rows.size(); ++i) {
-    const auto& r = problem.rows[i];
-    columns.clear();
-    coefficients.clear();
-    for (const auto& [column, coefficient] : r.entries) {
-      columns.push_back(column);
-      coefficients.push_back(coefficient);
+  std::vector<CoinBigIndex> starts(columns + 1);
+  for (const auto& r : problem.rows) {
+    limit.push_back(r.limit);
+    for (const auto& [column, coefficient] : r.entries) ++starts[column + 1];
+  }
+  for (size_t i = 0; i < columns; ++i) starts[i + 1] += starts[i];
+  std::vector<int> row_of(starts[columns]);
+  std::vector<double> coefficients(starts[columns]);
+  std::vector<CoinBigIndex> next(starts.begin(), starts.end() - 1);
+  for (size_t r = 0; r < rows; ++r)
+    for (const auto& [column, coefficient] : problem.rows[r].entries) {
+      row_of[next[column]] = static_cast<int>(r);
+      coefficients[next[column]++] = coefficient;
     }
-    Cbc_addRow(m, fmt::format("r{}", i).c_str(), static_cast<int>(columns.size()), columns.data(), coefficients.data(),
-               'L', r.limit);
+  Cbc_loadProblem(m, static_cast<int>(columns), static_cast<int>(rows), starts.data(), row_of.data(),
+                  coefficients.data(), lower.data(), upper.data(), cost.data(), no_limit.data(), limit.data());
+  for (size_t i = 0; i < columns; ++i) {
+    Cbc_setColName(m, static_cast<int>(i), fmt::format("x{}", i).c_str());  // starts are known by name
+    if (problem.columns[i].integer) Cbc_setInteger(m, static_cast<int>(i));
   }
   Cbc_setObjSense(m, 1);
   Cbc_setMaximumSeconds(m, seconds);
