@@ -16,7 +16,6 @@
 namespace tsmem {
 namespace {
 
-using c10::IValue;
 using torch::jit::Module;
 
 // More threads than the machine has free only wait for each other on tensors this small.
