@@ -1,6 +1,6 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
@@ -22,19 +22,19 @@ OUT = ROOT / "build" / "bench"
 MODELS = ["tv:resnet18", "tv:resnet50", "tv:densenet121", "tv:mobilenet_v3_large", "tv:efficientnet_b0", "tv:vgg11_bn"]
 
 
-def rewritten(model: Path, folder: Path) -> Path:
+def rewritten(model: Path, folder: Path, level: str = "regions") -> Path:
     out = folder / (model.stem + ".mem.pt")
-    subprocess.run([TOOL, "rewrite", str(model), "-o", str(out), "--force", "--quiet"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([TOOL, "rewrite", str(model), "-o", str(out), "--force", "--quiet", "--level", level], check=True, stdout=subprocess.DEVNULL)
     return out
 
 
-def pair_of(name: str, folder: Path) -> tuple:
+def pair_of(name: str, folder: Path, level: str = "regions") -> tuple:
     import torch
 
     import models
 
     model, _ = models.cached(name)
-    return tuple(torch.jit.load(str(p)).train() for p in (model, rewritten(model, folder)))
+    return tuple(torch.jit.load(str(p)).train() for p in (model, rewritten(model, folder, level)))
 
 
 def memory(a, folder: Path) -> list:
@@ -49,7 +49,7 @@ def memory(a, folder: Path) -> list:
     print(f"{'model':26}{'setting':30}{'saved MiB':>19}{'ratio':>7}{'peak ratio':>12}{'time ratio':>12}")
     for name in a.models:
         for setting, apply in SETTINGS.items():
-            pair = [apply(m) for m in pair_of(name, folder)]
+            pair = [apply(m) for m in pair_of(name, folder, a.level)]
             torch.manual_seed(0)
             x = torch.randn(a.batch, 3, a.size, a.size, requires_grad=needs_input_grad(setting))
             if x.requires_grad:
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--level", choices=("ops", "regions"), default="regions", help="of the rewritten files in the part memory")
     a = parser.parse_args()
     warnings.simplefilter("ignore")
     OUT.mkdir(parents=True, exist_ok=True)

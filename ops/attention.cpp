@@ -8,6 +8,7 @@
 // aten::_softmax.
 #include <torch/library.h>
 
+#include "linear.h"
 #include "recompute.h"
 
 namespace tsmem {
@@ -133,13 +134,9 @@ Tensor copied_by_stock(const Tensor& t, bool folded) {
   return flat.is_alias_of(t) ? t : flat.view(t.sizes());
 }
 
-// at::matmul, with the rows of all images put together where b has no batches: without a gradient in sight it would
-// copy b for each image rather than a.
+// at::matmul, with the rows of all images put together where b has no batches.
 Tensor product(const Tensor& a, const Tensor& b) {
-  if (b.dim() > 2 || a.dim() == 2) return at::matmul(a, b);
-  auto sizes = a.sizes().vec();
-  sizes.back() = b.size(1);
-  return a.reshape({-1, a.size(-1)}).mm(b).view(sizes);
+  return b.dim() > 2 ? at::matmul(a, b) : linear_of_rows(a, b.t(), std::nullopt);
 }
 
 struct Matmul : torch::autograd::Function<Matmul> {

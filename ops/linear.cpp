@@ -3,25 +3,26 @@
 //
 // Forward is aten::linear on all rows at once. Backward as derivatives.yaml has it for aten::addmm: matrix products
 // over all leading dimensions.
+#include "linear.h"
+
 #include <torch/library.h>
 
 #include "recompute.h"
 
 namespace tsmem {
-namespace {
 
-using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-// at::linear, whose rows are put together first: without a gradient in sight it would take each image by itself where
-// that costs no copy, with a copy of the weight for each.
-Tensor all_rows(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+at::Tensor linear_of_rows(const at::Tensor& input, const at::Tensor& weight, const OptTensor& bias) {
   if (input.dim() == 2) return at::linear(input, weight, bias);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   return at::linear(input.reshape({-1, input.size(-1)}), weight, bias).view(sizes);
 }
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 struct Linear : torch::autograd::Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias) {
@@ -32,7 +33,7 @@ struct Linear : torch::autograd::Function<Linear> {
     keeper.save(ctx);
     ctx->saved_data["bias"] = bias.has_value();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return all_rows(input, weight, bias);
+    return linear_of_rows(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -67,7 +68,9 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
   const Tensor out = Linear::apply(input, weight, b);
   offer(
       out, {input, weight, value_or_undefined(b)},
-      [](std::vector<Tensor>& from, const std::vector<bool>&) { return all_rows(from[0], from[1], optional(from[2])); },
+      [](std::vector<Tensor>& from, const std::vector<bool>&) {
+        return linear_of_rows(from[0], from[1], optional(from[2]));
+      },
       recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1)));
   return out;
 }

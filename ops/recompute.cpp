@@ -41,6 +41,13 @@ bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(
 
 namespace {
 
+// What is made again is made as kernels are called: without autograd and autocast.
+struct Below {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView dispatch;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
 // A chain of residual blocks is made again from its first one: its cost grows with the square of its length.
 constexpr int kLongestChain = 8;
 // Dear ones are made once each, but every user holds all that a chain starts from.
@@ -266,9 +273,7 @@ int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& 
     if (t.defined())
       if (const auto known = known_of(owner(t)); known && known->value >= 0) v.operands.push_back(known->value);
   if (journal->timed) {
-    at::NoGradGuard no_grad;
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Below below;
     std::vector<Tensor> detached;
     for (const Tensor& t : operands) detached.push_back(t.defined() ? t.detach() : t);
     const auto finish = [&] {
@@ -405,9 +410,7 @@ Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_varia
 
 Tensor Kept::operator[](size_t slot) const {
   if (!recipes_[slot]) return leaves_[first_[slot]];
-  at::NoGradGuard no_grad;
-  at::AutoDispatchBelowADInplaceOrView below;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Below below;
   return make_again(recipes_[slot], leaves_.data(), places_[slot]);
 }
 
@@ -456,9 +459,7 @@ void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)
     const Tensor whole = (*this)[slot];
     return f(0, whole.reshape({-1, whole.size(-1)}));
   }
-  at::NoGradGuard no_grad;
-  at::AutoDispatchBelowADInplaceOrView below;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Below below;
   int64_t rows = 0;
   const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], &rows);
   const int64_t bytes = recipe->columns * 4, block = std::max(kBlockRows, kBlockBytes / bytes);

@@ -1,6 +1,5 @@
 """`tsmem plan`, and `tsmem rewrite --budget`: what is promised is what a step needs, and what is written trains as the original."""
 import functools
-import itertools
 import json
 import re
 import zipfile
@@ -12,7 +11,6 @@ import pytest
 import small
 import torch
 import tsmem  # noqa: F401  loads the operators
-from torch.profiler import ProfilerActivity, profile
 
 from command_line import fails, run
 
@@ -116,9 +114,7 @@ def peak(path, spec=IMAGE):
     gradient = torch.randn_like(module(x))
     for _ in range(2):
         module(x).backward(gradient)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        module(x).backward(gradient)
-    return max(itertools.accumulate(size for _, size in allocator._allocations(profiler)))
+    return allocator.most_held(lambda: module(x).backward(gradient))
 
 
 def double(path):

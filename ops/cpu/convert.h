@@ -50,7 +50,7 @@ inline void from_compute(float x, f16& out) {
 
 // n elements to and from the type that is computed in.
 template <class T>
-inline void load(const T* from, compute_t<T>* to, int64_t n) {
+inline void widen(const T* from, compute_t<T>* to, int64_t n) {
   int64_t i = 0;
 #if defined(__F16C__)
   if constexpr (sizeof(T) == 2 && __is_same(T, f16))
@@ -60,7 +60,7 @@ inline void load(const T* from, compute_t<T>* to, int64_t n) {
   for (; i < n; ++i) to[i] = to_compute(from[i]);
 }
 template <class T>
-inline void store(const compute_t<T>* from, T* to, int64_t n) {
+inline void narrow(const compute_t<T>* from, T* to, int64_t n) {
   int64_t i = 0;
 #if defined(__F16C__)
   if constexpr (sizeof(T) == 2 && __is_same(T, f16))

@@ -81,7 +81,7 @@ void pack(const Act& act, const T* x, T* y, uint8_t* mask, int64_t n) {
       if (count % 8 == 0) from = x + start;
     }
     if (from == in) {
-      load(x + start, in, count);
+      widen(x + start, in, count);
       for (int64_t i = count; i % 8; ++i) in[i] = 0;
     }
     for (int64_t i = 0; i < count; i += 8) mask[i / 8] = bits_of(from + i, kind, lo, hi);
@@ -90,7 +90,7 @@ void pack(const Act& act, const T* x, T* y, uint8_t* mask, int64_t n) {
       for (int64_t i = 0; i < count; ++i) y[start + i] = value_of(from[i], kind, a, b);
     } else {
       for (int64_t i = 0; i < count; ++i) out[i] = value_of(from[i], kind, a, b);
-      store(out, y + start, count);
+      narrow(out, y + start, count);
     }
   }
 }
@@ -132,10 +132,10 @@ void apply(const Act& act, const T* grad, const uint8_t* mask, T* out, int64_t n
         continue;
       }
     }
-    load(grad + start, in, count);
+    widen(grad + start, in, count);
     for (int64_t i = count; i % 8; ++i) in[i] = 0;
     for (int64_t i = 0; i < count; i += 8) apply_eight(in + i, mask[i / 8], done + i, on, off, zero);
-    store(done, out + start, count);
+    narrow(done, out + start, count);
   }
 }
 

@@ -14,7 +14,7 @@ constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
 
 template <class T>
 void stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   alignas(64) A buffer[kChunk];
   const T* x = static_cast<const T*>(a.x);
   const int64_t channels = r.c1 - r.c0;
@@ -42,7 +42,7 @@ void stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
 
 template <class T>
 void stats_rows(const NormArgs& a, NormRange r, double* mean, double* m2) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   const T* x = static_cast<const T*>(a.x) + r.o0 * a.channels;
   const int64_t C = a.channels, rows = r.o1 - r.o0, wide = a.period / C, periods = rows / wide;
   Scratch<double> lane_mean(a.period), lane_m2(a.period);
@@ -125,7 +125,7 @@ void stats(const NormArgs& a, NormRange r, double* mean, double* m2) {
 
 template <class T>
 void exact_stats(const NormArgs& a, int64_t channel, double* mean, double* m2) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   const T* x = static_cast<const T*>(a.x);
   auto each = [&](auto f) {
     for (int64_t o = 0; o < a.outer; ++o)
@@ -146,7 +146,7 @@ void exact_stats(const NormArgs& a, int64_t channel, double* mean, double* m2) {
 
 template <class T>
 void apply(const NormArgs& a, NormRange r) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   int64_t begin = r.o0 * a.channels;
   if constexpr (fusable<T>) {
     const bool done = with_fused(a, [&](auto act) {
@@ -186,7 +186,7 @@ void apply(const NormArgs& a, NormRange r) {
 
 template <class T>
 void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   Buffers<A> b;
   const int64_t channels = r.c1 - r.c0;
   for (int64_t c = 0; c < channels; ++c) sum[c] = dot[c] = 0;
@@ -260,7 +260,7 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
 
 template <class T>
 void grad(const NormArgs& a, NormRange r) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   int64_t begin = r.o0 * a.channels;
   if constexpr (fusable<T>) {
     const bool done = with_fused(a, [&](auto act) {
@@ -288,7 +288,7 @@ void grad(const NormArgs& a, NormRange r) {
 
 template <class T>
 void dot(const NormArgs& a, NormRange r, double* out) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   Buffers<A> b;
   auto activated = [&](const Chunk& k) {
     const A* x = load(static_cast<const T*>(a.x) + k.offset, b.x, k.n);
@@ -330,17 +330,23 @@ void dot(const NormArgs& a, NormRange r, double* out) {
 }  // namespace
 
 static void stats_any(const NormArgs& a, NormRange r, double* mean, double* m2) {
-  TSMEM_BY_DTYPE(stats, a, a, r, mean, m2)
+  with_dtype(a.dtype, [&](auto* of) { stats<std::remove_pointer_t<decltype(of)>>(a, r, mean, m2); });
 }
 static void exact_any(const NormArgs& a, int64_t c, double* mean, double* m2) {
-  TSMEM_BY_DTYPE(exact_stats, a, a, c, mean, m2)
+  with_dtype(a.dtype, [&](auto* of) { exact_stats<std::remove_pointer_t<decltype(of)>>(a, c, mean, m2); });
 }
-static void apply_any(const NormArgs& a, NormRange r) { TSMEM_BY_DTYPE(apply, a, a, r) }
+static void apply_any(const NormArgs& a, NormRange r) {
+  with_dtype(a.dtype, [&](auto* of) { apply<std::remove_pointer_t<decltype(of)>>(a, r); });
+}
 static void reduce_any(const NormArgs& a, NormRange r, double* sum, double* dot) {
-  TSMEM_BY_DTYPE(reduce, a, a, r, sum, dot)
+  with_dtype(a.dtype, [&](auto* of) { reduce<std::remove_pointer_t<decltype(of)>>(a, r, sum, dot); });
 }
-static void grad_any(const NormArgs& a, NormRange r) { TSMEM_BY_DTYPE(grad, a, a, r) }
-static void dot_any(const NormArgs& a, NormRange r, double* out) { TSMEM_BY_DTYPE(dot, a, a, r, out) }
+static void grad_any(const NormArgs& a, NormRange r) {
+  with_dtype(a.dtype, [&](auto* of) { grad<std::remove_pointer_t<decltype(of)>>(a, r); });
+}
+static void dot_any(const NormArgs& a, NormRange r, double* out) {
+  with_dtype(a.dtype, [&](auto* of) { dot<std::remove_pointer_t<decltype(of)>>(a, r, out); });
+}
 
 extern const NormKernels norm_kernels_table;
 const NormKernels norm_kernels_table = {stats_any, exact_any, apply_any, reduce_any, grad_any, dot_any};

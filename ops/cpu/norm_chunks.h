@@ -2,6 +2,7 @@
 // activation.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/act_math.h"
 #include "cpu/chunk.h"
@@ -266,16 +267,3 @@ inline const A* grad_pre(const NormArgs& a, NormRange r, const Chunk& k, const A
 
 }  // namespace
 }  // namespace tsmem::TSMEM_ISA
-
-// Calls f<element type>(...) for a's dtype.
-#define TSMEM_BY_DTYPE(f, a, ...)    \
-  switch ((a).dtype) {               \
-    case Dtype::f32:                 \
-      return f<float>(__VA_ARGS__);  \
-    case Dtype::f64:                 \
-      return f<double>(__VA_ARGS__); \
-    case Dtype::bf16:                \
-      return f<bf16>(__VA_ARGS__);   \
-    case Dtype::f16:                 \
-      return f<f16>(__VA_ARGS__);    \
-  }

@@ -6,13 +6,7 @@ namespace {
 
 // Integers as wide as the floats beside them, so that comparisons of one select the other in vectors.
 template <class A>
-struct Index {
-  using type = int32_t;
-};
-template <>
-struct Index<double> {
-  using type = int64_t;
-};
+using Index = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
 inline int64_t read_position(const NormPoolArgs& a, int64_t i) {
   switch (a.position_bytes) {
@@ -98,8 +92,8 @@ inline void take(const A* from, int64_t stride, A* best, I* tap, I t, int64_t n)
 
 template <class T>
 void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
-  using A = typename Acc<T>::type;
-  using I = typename Index<A>::type;
+  using A = compute_t<T>;
+  using I = Index<A>;
   const NormArgs& norm = a.norm;
   const int64_t C = norm.channels, row = a.rows ? a.width * C : a.width,
                 out_row = a.rows ? a.out_width * C : a.out_width;
@@ -179,7 +173,7 @@ struct Taps {
 
 template <class T>
 void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   const NormArgs& norm = a.norm;
   const int64_t C = norm.channels, lanes = a.rows ? C : 1;
   const T *x = static_cast<const T*>(norm.x), *grad = static_cast<const T*>(norm.grad);
@@ -233,7 +227,7 @@ void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, dou
 
 template <class T>
 void pool_grad(const NormPoolArgs& a, int64_t p0, int64_t p1) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   const NormArgs& norm = a.norm;
   const int64_t C = norm.channels, lanes = a.rows ? C : 1, row = a.width * lanes, out_row = a.out_width * lanes;
   const int64_t reach = (a.kernel[0] - 1) * a.dilation[0] + 1, rows = band_rows(row, a.rows ? 65536 : 8192, 1);
@@ -276,7 +270,7 @@ void pool_grad(const NormPoolArgs& a, int64_t p0, int64_t p1) {
 // The output of pool_forward from its positions: reads the taken elements alone.
 template <class T>
 void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
-  using A = typename Acc<T>::type;
+  using A = compute_t<T>;
   const NormArgs& norm = a.norm;
   const int64_t lanes = a.rows ? norm.channels : 1, out_row = a.out_width * lanes, plane = a.height * a.width * lanes;
   const A *mean = static_cast<const A*>(norm.mean), *scale = static_cast<const A*>(norm.scale),
@@ -315,12 +309,18 @@ void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   }
 }
 
-void forward_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_forward, a.norm, a, p0, p1) }
-void again_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_again, a.norm, a, p0, p1) }
-void reduce_any(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
-  TSMEM_BY_DTYPE(pool_reduce, a.norm, a, p0, p1, sum, dot)
+void forward_any(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  with_dtype(a.norm.dtype, [&](auto* of) { pool_forward<std::remove_pointer_t<decltype(of)>>(a, p0, p1); });
 }
-void grad_any(const NormPoolArgs& a, int64_t p0, int64_t p1) { TSMEM_BY_DTYPE(pool_grad, a.norm, a, p0, p1) }
+void again_any(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  with_dtype(a.norm.dtype, [&](auto* of) { pool_again<std::remove_pointer_t<decltype(of)>>(a, p0, p1); });
+}
+void reduce_any(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
+  with_dtype(a.norm.dtype, [&](auto* of) { pool_reduce<std::remove_pointer_t<decltype(of)>>(a, p0, p1, sum, dot); });
+}
+void grad_any(const NormPoolArgs& a, int64_t p0, int64_t p1) {
+  with_dtype(a.norm.dtype, [&](auto* of) { pool_grad<std::remove_pointer_t<decltype(of)>>(a, p0, p1); });
+}
 
 }  // namespace
 

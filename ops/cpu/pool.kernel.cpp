@@ -41,7 +41,7 @@ inline void take(const E* __restrict x, int64_t stride, C* __restrict best, lane
 }
 
 template <class P, class L>
-inline void narrow(const L* __restrict where, P* __restrict out, int64_t n) {
+inline void put_positions(const L* __restrict where, P* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<P>(where[i]);
 }
 
@@ -96,15 +96,15 @@ void forward_planar(const PoolArgs& a, const T* x, T* y, P* position, int64_t be
           if constexpr (same) {
             scan(row);
           } else if (a.w.in <= kRow) {
-            load(row, converted, a.w.in);
+            widen(row, converted, a.w.in);
             scan(static_cast<const C*>(converted));
           } else {
             scan(row);
           }
         }
       }
-      store(best, y + out + o, n);
-      if (position) narrow(where, position + out + o, n);
+      narrow(best, y + out + o, n);
+      if (position) put_positions(where, position + out + o, n);
     }
   }
 }
@@ -135,12 +135,12 @@ void forward_channels_last(const PoolArgs& a, const T* x, T* y, P* position, int
               if constexpr (std::is_same_v<T, C>) {
                 take(from, 1, best, where, at, n);
               } else {
-                load(from, converted, n);
+                widen(from, converted, n);
                 take(static_cast<const C*>(converted), 1, best, where, at, n);
               }
             }
-        store(best, y + out + c, n);
-        if (position) narrow(where, position + out + c, n);
+        narrow(best, y + out + c, n);
+        if (position) put_positions(where, position + out + c, n);
       }
     }
   }
@@ -230,7 +230,7 @@ void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, 
           }
           for (int64_t c = c0; c < c1; c += kBlock) {
             const int64_t n = lesser(kBlock, c1 - c);
-            load(grad_y + out + c, grad, n);
+            widen(grad_y + out + c, grad, n);
             for (int64_t i = 0; i < n; ++i) where[i] = static_cast<L>(position[out + c + i]);
             for (int64_t kd = a.d.first[od]; kd < a.d.last[od]; ++kd)
               for (int64_t kh = a.h.first[oh]; kh < a.h.last[oh]; ++kh)
@@ -241,9 +241,9 @@ void backward_channels_last(const PoolArgs& a, int64_t blocks, const T* grad_y, 
                   if constexpr (std::is_same_v<T, C>) {
                     for (int64_t i = 0; i < n; ++i) line[i] += where[i] == at ? grad[i] : C(0);
                   } else {
-                    load(line, sum, n);
+                    widen(line, sum, n);
                     for (int64_t i = 0; i < n; ++i) sum[i] += where[i] == at ? grad[i] : C(0);
-                    store(sum, line, n);
+                    narrow(sum, line, n);
                   }
                 }
           }
