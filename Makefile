@@ -1,6 +1,7 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
 # make test    every test
+# make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make bench   every benchmark; results in build/bench
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
 SHELL := /bin/bash
@@ -10,7 +11,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test bench setup clean format tidy
+.PHONY: build demo test sanitize bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -29,11 +30,21 @@ test: build
 	if [ $$py -ne 0 ]; then echo "make test: pytest failed"; fi; \
 	[ $$cpp -eq 0 ] && [ $$py -eq 0 ]
 
+# Python has no sanitizers of its own: they are loaded before it, and its leaks are not ours.
+sanitize: setup
+	@cmake --preset asan-ubsan -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
+	@cmake --build --preset asan-ubsan
+	@ctest --preset asan-ubsan
+	@TSMEM_OPS=build-asan/lib/libtsmem_ops.so ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  $(PYTHON) -m pytest tests/ops
+
 bench: build
 	@$(PYTHON) bench/run.py
 
 clean:
-	rm -rf build
+	rm -rf build build-asan
 
 format:
 	clang-format -i $(SOURCES)

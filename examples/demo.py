@@ -49,11 +49,11 @@ def main() -> None:
         inputs = (torch.randn(BATCH, 3, 224, 224, requires_grad=needs_input_grad(setting)),)
         inputs[0].grad = torch.zeros_like(inputs[0]) if inputs[0].requires_grad else None
         a, b = (allocator.memory(m, inputs) for m in pair)
-        ta, tb = allocator.seconds(pair, inputs, rounds=3)
+        times = allocator.times(pair, inputs, rounds=3)
         cells = [f"{x / scale:.{d}f} -> {y / scale:.{d}f} ({y / x:.2f})" for x, y, scale, d in
-                 ((a.saved, b.saved, 2**20, 1), (a.peak, b.peak, 2**20, 1), (ta, tb, 1, 2))]
+                 ((a.saved, b.saved, 2**20, 1), (a.peak, b.peak, 2**20, 1), (*times.seconds, 1, 2))]
         print(f"{setting:30}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}", flush=True)
-        rows.append({"setting": setting, "saved_bytes": [a.saved, b.saved], "peak_bytes": [a.peak, b.peak], "step_seconds": [ta, tb]})
+        rows.append({"setting": setting, "saved_bytes": [a.saved, b.saved], "peak_bytes": [a.peak, b.peak], "step_seconds": times.seconds})
     (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"\nIn {folder.relative_to(ROOT)}: {', '.join(sorted(p.name for p in folder.iterdir()))}")
 

@@ -18,11 +18,16 @@ MilpSolution solve(const Milp& problem, double seconds, double gap, const std::v
   // At once: row by row the matrix is copied again and again.
   const size_t columns = problem.columns.size(), rows = problem.rows.size();
   std::vector<double> lower, upper, cost, no_limit(rows, -std::numeric_limits<double>::infinity()), limit;
+  double dearest = 0;
   for (const auto& c : problem.columns) {
     lower.push_back(c.lower);
     upper.push_back(c.upper);
     cost.push_back(c.cost);
+    dearest = std::max(dearest, std::abs(c.cost));
   }
+  // Cbc's tolerances are absolute, 1e-7: costs of microseconds in seconds would be lost in them.
+  const double unit = dearest > 0 ? 1e6 / dearest : 1;
+  for (double& c : cost) c *= unit;
   std::vector<CoinBigIndex> starts(columns + 1);
   for (const auto& r : problem.rows) {
     limit.push_back(r.limit);
@@ -45,7 +50,7 @@ MilpSolution solve(const Milp& problem, double seconds, double gap, const std::v
   }
   Cbc_setObjSense(m, 1);
   Cbc_setMaximumSeconds(m, seconds);
-  Cbc_setAllowableGap(m, gap);
+  Cbc_setAllowableGap(m, gap * unit);
   if (!start.empty()) {
     std::vector<int> which;
     std::vector<double> values;
@@ -64,7 +69,7 @@ MilpSolution solve(const Milp& problem, double seconds, double gap, const std::v
   if (!x) return s;
   s.found = true;
   s.values.assign(x, x + problem.columns.size());
-  s.gap = std::max(0.0, Cbc_getObjValue(m) - Cbc_getBestPossibleObjValue(m));
+  s.gap = std::max(0.0, Cbc_getObjValue(m) - Cbc_getBestPossibleObjValue(m)) / unit;
   return s;
 }
 

@@ -624,17 +624,19 @@ std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double>
 }
 
 const Planner::Impl::Tried& Planner::Impl::try_choice(const std::vector<bool>& again) {
-  for (const Tried& t : tried)
-    if (t.again == again) return t;
-  say(fmt::format("planning: measuring plan {}", tried.size()));
-  Journal journal;
-  Measured m = measure(again, journal);
-  if (m.slots.size() == base.slots.size()) {
-    const auto thought = predicted_slots(again);
-    for (size_t t = 0; t < m.slots.size(); ++t) correction[t] += m.slots[t].peak - static_cast<int64_t>(thought[t]);
+  auto t = std::find_if(tried.begin(), tried.end(), [&](const Tried& other) { return other.again == again; });
+  if (t == tried.end()) {
+    say(fmt::format("planning: measuring plan {}", tried.size()));
+    Journal journal;
+    Measured m = measure(again, journal);
+    t = tried.insert(t, {again, std::move(m), predicted_seconds(again)});
   }
-  tried.push_back({again, std::move(m), predicted_seconds(again)});
-  return tried.back();
+  if (t->measured.slots.size() == base.slots.size()) {
+    const auto thought = predicted_slots(again);
+    for (size_t i = 0; i < thought.size(); ++i)
+      correction[i] += t->measured.slots[i].peak - static_cast<int64_t>(thought[i]);
+  }
+  return *t;
 }
 
 const Planner::Impl::Tried* Planner::Impl::best(int64_t budget) const {
@@ -688,13 +690,14 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
 Planner::~Planner() = default;
 
 PlanPoint Planner::smallest() {
+  // From the beginning, so that it ends at the same place whatever was planned before.
+  impl_->correction.assign(impl_->correction.size(), 0);
+  std::set<std::vector<bool>> chosen;
   for (int i = 0; i < 4; ++i) {
     impl_->say("planning: the smallest budget");
     const auto choice = impl_->choose(std::nullopt);
-    if (!choice) break;
-    const size_t before = impl_->tried.size();
+    if (!choice || !chosen.insert(choice->again).second) break;
     impl_->try_choice(choice->again);
-    if (impl_->tried.size() == before) break;
   }
   const Impl::Tried* least = nullptr;
   for (const auto& t : impl_->tried)

@@ -8,17 +8,20 @@
 namespace tsmem {
 namespace {
 
+// Whatever the costs are measured in.
 TEST(Milp, TakesTheBestOfAKnapsack) {
-  Milp p;
-  const double value[] = {10, 13, 7, 8}, weight[] = {3, 4, 2, 3};
-  Milp::Row row{{}, 7};
-  for (int i = 0; i < 4; ++i) row.entries.emplace_back(p.add(0, 1, -value[i], true), weight[i]);
-  p.rows.push_back(row);
-  const MilpSolution s = solve(p, 10, 0);
-  ASSERT_TRUE(s.found);
-  EXPECT_NEAR(s.values[0] + s.values[1], 2, 1e-6);
-  EXPECT_NEAR(s.values[2] + s.values[3], 0, 1e-6);
-  EXPECT_NEAR(s.gap, 0, 1e-6);
+  for (const double unit : {1.0, 1e-9, 1e9}) {
+    Milp p;
+    const double value[] = {10, 13, 7, 8}, weight[] = {3, 4, 2, 3};
+    Milp::Row row{{}, 7};
+    for (int i = 0; i < 4; ++i) row.entries.emplace_back(p.add(0, 1, -value[i] * unit, true), weight[i]);
+    p.rows.push_back(row);
+    const MilpSolution s = solve(p, 10, 0);
+    ASSERT_TRUE(s.found);
+    EXPECT_NEAR(s.values[0] + s.values[1], 2, 1e-6);
+    EXPECT_NEAR(s.values[2] + s.values[3], 0, 1e-6);
+    EXPECT_NEAR(s.gap, 0, 1e-6 * unit);
+  }
 }
 
 TEST(Milp, SaysWhereThereIsNoSolution) {

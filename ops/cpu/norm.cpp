@@ -103,17 +103,29 @@ struct Table {
   A& operator[](int64_t c) { return values[c]; }
 };
 
-// The numbers of a small vector, or `otherwise` where there is none.
+// The numbers of a small vector, or `otherwise` where there is none. Reads them itself: a call of at::to takes as long
+// as the norm of a small plane.
 template <class A>
 struct Vector {
-  Tensor kept;
+  std::vector<A> converted;
   const A* data = nullptr;
   A otherwise;
   Vector(const OptTensor& t, A otherwise) : otherwise(otherwise) {
     if (!t || !t->defined()) return;
-    kept = t->to(c10::CppTypeToScalarType<A>::value).contiguous();
-    data = kept.const_data_ptr<A>();
+    if (t->scalar_type() == c10::CppTypeToScalarType<A>::value && t->is_contiguous()) {
+      data = t->const_data_ptr<A>();
+      return;
+    }
+    converted.reserve(t->numel());
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, t->scalar_type(), "batch_norm", [&] {
+      const scalar_t* from = t->const_data_ptr<scalar_t>();
+      const int64_t step = t->stride(0);
+      for (int64_t i = 0; i < t->numel(); ++i) converted.push_back(static_cast<A>(from[i * step]));
+    });
+    data = converted.data();
   }
+  Vector(const Vector&) = delete;
+  Vector& operator=(const Vector&) = delete;
   A operator[](int64_t c) const { return data ? data[c] : otherwise; }
 };
 

@@ -33,7 +33,7 @@ def run(library):
     """Whether the CUDA library is loaded, and its kernels are registered; and what was said."""
     # Outside the source tree, and without the package that loads another copy.
     command = [sys.executable, "-c", CODE, str(library)]
-    done = subprocess.run(command, cwd=library.parent, capture_output=True, text=True, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(command, cwd=library.parent, capture_output=True, text=True, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), [line for line in done.stderr.splitlines() if "tsmem: " in line]
 
