@@ -59,71 +59,93 @@ struct Origin {
 // The module of every op of a forward pass: op name -> module of each of its runs, where known.
 using OpModules = std::map<std::string, std::vector<std::optional<std::string>>>;
 
-// The path of the module whose method runs, from the interpreter's call stack. Its entries name an instance by its last
-// name alone
+// A module of the tree: its path, "" for the root, and itself.
+struct Place {
+  std::string path;
+  c10::intrusive_ptr<c10::ivalue::Object> object;
+};
+
+// The module whose method runs, from the interpreter's call stack. Its entries name an instance by its last name alone
 // ("0(Conv2d)::forward"), which a model with two module lists does not tell apart; so each call is looked up in the
 // caller's graph by its place in the source, and the attributes that lead to the callee are read there.
 class ModulePaths {
  public:
-  explicit ModulePaths(const torch::jit::Module& root) : root_(root) {}
+  explicit ModulePaths(const torch::jit::Module& root) : root_{"", root._ivalue()} {}
 
-  // Nothing inside a graph that TorchScript has differentiated, whose nodes have forgotten where they come from.
-  std::optional<std::string> current() {
+  // `from`: the module whose method began this call stack, where it is not the root. Nothing inside a graph that
+  // TorchScript has differentiated, whose nodes have forgotten where they come from.
+  std::optional<Place> current(const Place* from = nullptr) {
     auto names = torch::jit::currentModuleHierarchy();
-    if (names.empty()) return "";
+    Place at = from ? *from : root_;
+    if (names.empty()) return at;
     if (names[0].starts_with("TOP()::")) return {};
     auto calls = torch::jit::currentCallstack();
     std::reverse(calls.begin(), calls.end());  // innermost first, unlike the names
     std::lock_guard lock(mutex_);
-    std::string path;
-    auto object = root_._ivalue();
     for (size_t i = 1; i < names.size() && i - 1 < calls.size(); ++i) {
       auto open = names[i].find('('), colons = names[i].rfind("::");
       if (open == std::string::npos || colons == std::string::npos) continue;  // a free function
       auto instance = names[i].substr(0, open), method = names[i].substr(colons + 2);
-      if (instance == "SELF") continue;
-      for (auto& attribute : steps(object->type(), calls[i - 1], instance, method)) {
-        auto slot = object->type()->findAttributeSlot(attribute);
-        if (!slot || !object->getSlot(*slot).isObject()) return path;
-        object = object->getSlot(*slot).toObject();
-        path += fmt::format("{}{}", path.empty() ? "" : ".", attribute);
-      }
+      if (instance != "SELF" && !follow(at, calls[i - 1], c10::prim::CallMethod, instance, method)) break;
     }
-    return path;
+    return at;
+  }
+
+  // The module whose method the running operator (tsmem::checkpoint, tsmem::autocast), called by `caller`'s code,
+  // calls.
+  Place called(Place caller, const std::string& op) {
+    auto calls = torch::jit::currentCallstack();
+    std::lock_guard lock(mutex_);
+    if (!calls.empty()) follow(caller, calls.front(), c10::Symbol::fromQualString(op), "", "");
+    return caller;
   }
 
  private:
   using Key = std::tuple<const c10::ClassType*, std::string, size_t, size_t, std::string, std::string>;
 
+  // From the module that makes a call to the one it calls. False where it can't be told.
+  bool follow(Place& at, const torch::jit::StackEntry& call, c10::Symbol kind, const std::string& instance,
+              const std::string& method) {
+    for (auto& attribute : steps(at.object->type(), call, kind, instance, method)) {
+      auto slot = at.object->type()->findAttributeSlot(attribute);
+      if (!slot || !at.object->getSlot(*slot).isObject()) return false;
+      at.object = at.object->getSlot(*slot).toObject();
+      at.path += fmt::format("{}{}", at.path.empty() ? "" : ".", attribute);
+    }
+    return true;
+  }
+
   const std::vector<std::string>& steps(const c10::ClassTypePtr& type, const torch::jit::StackEntry& call,
-                                        const std::string& instance, const std::string& method) {
+                                        c10::Symbol kind, const std::string& instance, const std::string& method) {
     auto [it, fresh] =
         cache_.try_emplace(Key{type.get(), call.filename, call.range.start(), call.range.end(), instance, method});
     if (!fresh) return it->second;
     auto* caller = type->findMethod(call.filename);
     if (auto* function = caller ? torch::jit::tryToGraphFunction(*caller) : nullptr)
-      search(*function->graph()->block(), call, instance, method, it->second);
-    if (it->second.empty()) it->second = {instance};
+      search(*function->graph()->block(), call, kind, instance, method, it->second);
+    if (it->second.empty() && !instance.empty()) it->second = {instance};
     return it->second;
   }
 
-  static void search(const torch::jit::Block& block, const torch::jit::StackEntry& call, const std::string& instance,
-                     const std::string& method, std::vector<std::string>& out) {
+  static void search(const torch::jit::Block& block, const torch::jit::StackEntry& call, c10::Symbol kind,
+                     const std::string& instance, const std::string& method, std::vector<std::string>& out) {
     for (auto* n : block.nodes()) {
-      for (auto* b : n->blocks()) search(*b, call, instance, method, out);
+      for (auto* b : n->blocks()) search(*b, call, kind, instance, method, out);
       if (!out.empty()) return;
-      if (n->kind() != c10::prim::CallMethod || n->s(c10::attr::name) != method ||
-          n->sourceRange().start() != call.range.start() || n->sourceRange().end() != call.range.end())
+      if (n->kind() != kind || n->sourceRange().start() != call.range.start() ||
+          n->sourceRange().end() != call.range.end())
         continue;
+      if (kind == c10::prim::CallMethod && n->s(c10::attr::name) != method) continue;
       std::vector<std::string> chain;
       auto* from = n->input(0)->node();
       for (; from->kind() == c10::prim::GetAttr; from = from->input(0)->node())
         chain.insert(chain.begin(), from->s(c10::attr::name));
-      if (from->kind() == c10::prim::Param && !chain.empty() && chain.back() == instance) out = chain;
+      if (from->kind() == c10::prim::Param && !chain.empty() && (instance.empty() || chain.back() == instance))
+        out = chain;
     }
   }
 
-  torch::jit::Module root_;
+  Place root_;
   std::mutex mutex_;
   std::map<Key, std::vector<std::string>> cache_;
 };
@@ -132,9 +154,9 @@ struct Frame {  // one at::RecordFunction that runs
   std::string name;
   int64_t sequence;
   at::RecordScope scope;
-  size_t ordinal = 0;                   // of an op: how many of its name ran before
-  std::optional<size_t> span{};         // that it is
-  std::optional<std::string> caller{};  // of tsmem::checkpoint: the module whose code calls it
+  size_t ordinal = 0;             // of an op: how many of its name ran before
+  std::optional<size_t> span{};   // that it is
+  std::optional<Place> called{};  // of an op that calls a method: whose
 };
 thread_local std::vector<Frame> frames;
 
@@ -226,15 +248,18 @@ class Recorder : public c10::MemoryReportingInfoBase {
       frames.back().ordinal = op_modules_[f.name()].size();
       op_modules_[f.name()].emplace_back(std::nullopt);
     }
+    if (calls_method(frames.back()))
+      // What it calls has a call stack of its own, which begins at that method.
+      if (const auto caller = paths_.current(begun_at())) frames.back().called = paths_.called(*caller, f.name());
     auto origin = here();
-    // What it calls has a call stack of its own, in which paths begin at the module that runs again.
-    if (f.name() == std::string_view("tsmem::checkpoint")) frames.back().caller = origin.module;
     std::lock_guard lock(mutex_);
     if (first(f.scope()) == &frames.back()) begin_span(origin, -1);
     if (origin.ops.empty()) op_modules_[f.name()][frames.back().ordinal] = origin.module;
     if (!origin.ops.empty() && !graphs_.empty()) graphs_.rbegin()->second.push_back(origin);
     // An op that makes no autograd node leaves its number to the next one, so the last to show it is the node's op.
-    if (f.seqNr() >= 0) by_sequence_[f.seqNr()] = origin;
+    // One whose tensors are in a tuple shows none.
+    const auto node = calls_method(frames.back()) ? static_cast<int64_t>(at::sequence_number::peek()) : f.seqNr();
+    if (node >= 0) by_sequence_[node] = origin;
   }
 
   void leave() {
@@ -336,6 +361,13 @@ class Recorder : public c10::MemoryReportingInfoBase {
   // Operators that only call a method, in which the ops are.
   static bool calls_method(const Frame& f) { return f.name == "tsmem::autocast" || f.name == "tsmem::checkpoint"; }
 
+  // Where the interpreter's call stack begins, if not at the root.
+  static const Place* begun_at() {
+    for (auto f = frames.rbegin(); f != frames.rend(); ++f)
+      if (f->called) return &*f->called;
+    return nullptr;
+  }
+
   static const Frame* first(at::RecordScope scope) {
     for (auto& f : frames)
       if (f.scope == scope && !f.name.starts_with("autograd::engine::") && !calls_method(f)) return &f;
@@ -366,15 +398,10 @@ class Recorder : public c10::MemoryReportingInfoBase {
       return origin;
     }
     origin.op = inner_op();
-    for (auto& f : frames)
-      if (f.caller) {
-        origin.module = *f.caller;
-        return origin;
-      }
-    auto module = paths_.current();
+    auto place = frames.empty() || !frames.back().called ? paths_.current(begun_at()) : frames.back().called;
     std::lock_guard lock(mutex_);
-    if (module) {
-      origin.module = last_module_ = *module;
+    if (place) {
+      origin.module = last_module_ = place->path;
     } else {
       origin.module = last_module_;
       for (auto& f : frames)

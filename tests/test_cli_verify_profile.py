@@ -282,6 +282,23 @@ def test_a_wide_model_has_more_than_one_colour(tmp_path):
     assert len(set(re.findall(r"fill='(#[0-9a-f]{6})'><title>", picture.read_text()))) > 8
 
 
+@pytest.mark.parametrize("amp", ([], ["--amp", "bf16"]))
+def test_what_operators_call_counts_for_its_modules(models, tmp_path, amp):
+    """Methods that checkpoint and autocast operators call have call stacks of their own."""
+    report, rewritten = tmp_path / "report.json", tmp_path / "new.pt"
+    rows = {}
+    for name, options in {"ops": [], "checkpoint": ["--checkpoint", "*s.0", "--checkpoint", "blocks.1"]}.items():
+        tsmem("rewrite", models / "net.pt", "-o", rewritten, "--force", *options, *amp)
+        tsmem("profile", rewritten, *SHAPE, "--json", report)
+        rows[name] = {m["path"]: m for m in json.loads(report.read_text())["modules"]}
+    for block in ("blocks.0", "blocks.1", "others.0"):
+        before, after = (rows[name][block + ".conv"] for name in ("ops", "checkpoint"))  # the norm is a part of the block's own operator
+        assert after["forward_bytes"] == before["forward_bytes"] > 0
+        assert after["saved_bytes"] == 0 < before["saved_bytes"]
+        # In backward the whole of it is one node's, which is the block's.
+        assert rows["checkpoint"][block]["backward_bytes"] > 0
+
+
 def test_modules_have_their_time(models, tmp_path):
     report = tmp_path / "report.json"
     tsmem("profile", models / "net.pt", *SHAPE, "--json", report)

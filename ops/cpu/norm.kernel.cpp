@@ -194,8 +194,10 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
   if constexpr (fusable<T>) {
     Scratch<double> sums(a.period), dots(a.period);
     const bool done = with_fused(a, [&](auto act) {
-      if (a.planar())
-        fused_reduce_planar<T>(a, r, act, sum, dot);
+      if (a.planar() && !a.from_mask && !a.grad_other)
+        fused_reduce_planar<T, true>(a, r, act, sum, dot);
+      else if (a.planar())
+        fused_reduce_planar<T, false>(a, r, act, sum, dot);
       else
         begin = fused_reduce_rows<T>(a, r, act, sums.data, dots.data);
     });

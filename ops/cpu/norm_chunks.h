@@ -23,9 +23,11 @@ struct Lanes {
 
 template <class A>
 inline double total(const typename Lanes<A>::V& v) {
-  double sum = 0;
-  for (int64_t i = 0; i < Lanes<A>::width; ++i) sum += v[i];
-  return sum;
+  double sums[Lanes<A>::width];
+  for (int64_t i = 0; i < Lanes<A>::width; ++i) sums[i] = v[i];
+  for (int64_t half = Lanes<A>::width / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
 }
 
 // The last vector of n >= width elements, which overlaps the one before: lanes below `skip` were taken already.
@@ -35,7 +37,11 @@ inline int64_t overlap(int64_t i, int64_t n) {
 }
 template <class A>
 inline void drop_first(typename Lanes<A>::V& v, int64_t skip) {
-  for (int64_t i = 0; i < Lanes<A>::width; ++i) v[i] = i < skip ? A(0) : v[i];
+  using I = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+  typedef I Index __attribute__((vector_size(64)));
+  Index lane;
+  for (int64_t i = 0; i < Lanes<A>::width; ++i) lane[i] = static_cast<I>(i);
+  v = lane >= static_cast<I>(skip) ? v : typename Lanes<A>::V{};
 }
 
 // sum of x - shift and of (x - shift)^2

@@ -258,24 +258,25 @@ void fused_stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2
   }
 }
 
-template <class T, class Fused>
+// plain: neither from a mask nor to grad_other.
+template <class T, bool plain, class Fused>
 void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
   // Float sums of each channel, in lanes; they go to double before they are long.
   const int64_t channels = r.c1 - r.c0, n = a.inner, row_vectors = (n + kLanes - 1) / kLanes, mask_stride = (n + 7) / 8;
   Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes);
   int64_t summed = 0;
   const auto flush = [&](int64_t c) {
-    for (int64_t i = c * kLanes; i < (c + 1) * kLanes; ++i) {
-      sum[c] += s_run[i], dot[c] += q_run[i];
-      s_run[i] = q_run[i] = 0;
-    }
+    float *s = s_run.data + c * kLanes, *q = q_run.data + c * kLanes;
+    sum[c] += total<float>(load_vec(s)), dot[c] += total<float>(load_vec(q));
+    store_vec(Vec{}, s);
+    store_vec(Vec{}, q);
   };
   for (int64_t o = r.o0; o < r.o1; ++o) {
     for (int64_t c = 0; c < channels; ++c) {
       const int64_t row = o * a.channels + r.c0 + c;
       const T *x = static_cast<const T*>(a.x) + row * n, *g = static_cast<const T*>(a.grad) + row * n;
-      T* z = a.grad_other ? static_cast<T*>(a.grad_other) + row * n : nullptr;
-      const uint8_t* mask = a.from_mask ? a.mask + row * mask_stride : nullptr;
+      T* z = !plain && a.grad_other ? static_cast<T*>(a.grad_other) + row * n : nullptr;
+      const uint8_t* mask = !plain && a.from_mask ? a.mask + row * mask_stride : nullptr;
       const float mean = floats(a.mean)[r.c0 + c];
       const Vec m = all(mean), s = all(floats(a.scale)[r.c0 + c]), b = all(floats(a.bias)[r.c0 + c]);
       Vec s0 = load_vec(s_run.data + c * kLanes), q0 = load_vec(q_run.data + c * kLanes);
