@@ -280,6 +280,10 @@ void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   const int64_t window = a.kernel[0] * a.kernel[1];
   Scratch<int64_t> offset(window);
   for (int64_t t = 0; t < window; ++t) offset[t] = (taps.h[t] * a.width + taps.w[t]) * lanes;
+  // Common maps in vectors: indices of 32 bits, coefficients of one channel.
+  const bool vectors = !a.rows && a.position_bytes == 1 && plane < (int64_t{1} << 30);
+  Scratch<int32_t> near(window);
+  for (int64_t t = 0; vectors && t < window; ++t) near[t] = static_cast<int32_t>(offset[t]);
   Scratch<A> line(out_row);
   for (int64_t p = p0; p < p1; ++p) {
     const T* x = static_cast<const T*>(norm.x) + p * plane;
@@ -296,7 +300,16 @@ void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
           }
         }
       };
-      if (a.position_bytes == 1)
+      if (vectors) {
+        const uint8_t* taken = static_cast<const uint8_t*>(a.positions) + at;
+        const auto corner = static_cast<int32_t>(top * a.width - a.padding[1]),
+                   step = static_cast<int32_t>(a.stride[1]), n = static_cast<int32_t>(out_row);
+        const int32_t* __restrict taps_at = near.data;
+        A* __restrict to = line.data;
+        const A m = mean[first], s = scale[first], b = bias[first];
+        for (int32_t i = 0; i < n; ++i) to[i] = to_compute(x[corner + i * step + taps_at[taken[i]]]);
+        for (int32_t i = 0; i < n; ++i) to[i] = (to[i] - m) * s + b;
+      } else if (a.position_bytes == 1)
         gather([&](int64_t i) -> int64_t { return static_cast<const uint8_t*>(a.positions)[i]; });
       else
         gather([&](int64_t i) { return read_position(a, i); });
