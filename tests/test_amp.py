@@ -321,7 +321,7 @@ def test_profile_sees_through_it(tmp_path):
     assert done.returncode == 0, done.stderr
     p = json.loads((tmp_path / "p.json").read_text())
     assert not any(o["op"] in ("tsmem::autocast", "tsmem::checkpoint") for o in p["ops"])
-    times = {m["path"]: m["forward_seconds"] for m in p["modules"]}
-    assert times["0.0"] > 0
-    # Where a module runs again as a whole its parts are not told apart: they count for the one that calls it.
-    assert times[""] > 0 and times["1.0"] == 0
+    rows = {m["path"]: m for m in p["modules"]}
+    assert rows["0.0"]["forward_seconds"] > 0 and rows["1.0"]["forward_seconds"] > 0
+    # What runs again as a whole in backward is one node's, which is the module's.
+    assert rows["1"]["backward_seconds"] > 0 and rows["1.0"]["backward_seconds"] == 0
