@@ -40,6 +40,13 @@ TSMEM_INLINE float mad(float a, float b, float c) {
 #endif
 }
 
+// The polynomial with these coefficients, the highest power's first.
+template <class... C>
+TSMEM_INLINE float polynomial(float x, float q, C... coefficients) {
+  ((q = mad(q, x, coefficients)), ...);
+  return q;
+}
+
 struct Reduced {
   float p, e1, e2;  // exp(x) = (1 + p) * e1 * e2, where |x| < 0.35 has e1 = e2 = 1
 };
@@ -52,9 +59,8 @@ TSMEM_INLINE Reduced exp_reduce(float x) {
   const float k = shifted - 12582912.0f;
   const uint32_t n = float_to_bits(shifted) - 0x4B400000u;
   const float r = mad(k, 2.12194440e-4f, mad(k, -0.693359375f, x));  // ln2 in two parts, the first exact times k
-  float q = 1.989126851e-4f;
-  q = mad(q, r, 1.393390005e-3f), q = mad(q, r, 8.333310675e-3f), q = mad(q, r, 4.166646267e-2f);
-  q = mad(q, r, 1.666666668e-1f), q = mad(q, r, 5.000000014e-1f);
+  const float q = polynomial(r, 1.989126851e-4f, 1.393390005e-3f, 8.333310675e-3f, 4.166646267e-2f, 1.666666668e-1f,
+                             5.000000014e-1f);
   const uint32_t half = static_cast<uint32_t>(static_cast<int32_t>(n) >> 1);
   return {mad(r * r, q, r), bits_to_float((half + 127u) << 23), bits_to_float((n - half + 127u) << 23)};
 }
@@ -75,20 +81,15 @@ TSMEM_INLINE float log1p_of(float u) {
   const uint32_t i = float_to_bits(w) - 0x3F3504F3u;  // relative to sqrt(1/2)
   const int32_t k = static_cast<int32_t>(i) >> 23;
   const float f = bits_to_float((i & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f, n = static_cast<float>(k);
-  float q = 6.980701959e-2f;
-  q = mad(q, f, -1.149454661e-1f), q = mad(q, f, 1.168907114e-1f), q = mad(q, f, -1.242403772e-1f),
-  q = mad(q, f, 1.424855126e-1f);
-  q = mad(q, f, -1.666785097e-1f), q = mad(q, f, 2.000073050e-1f), q = mad(q, f, -2.499999663e-1f),
-  q = mad(q, f, 3.333333112e-1f);
+  const float q = polynomial(f, 6.980701959e-2f, -1.149454661e-1f, 1.168907114e-1f, -1.242403772e-1f, 1.424855126e-1f,
+                             -1.666785097e-1f, 2.000073050e-1f, -2.499999663e-1f, 3.333333112e-1f);
   const float r = mad(n, 0.693359375f, f + mad(f * f, mad(f, q, -0.5f), mad(n, -2.12194440e-4f, lost)));
   return w <= 3.4028234e38f ? r : w;  // infinity and NaN as they are
 }
 TSMEM_INLINE float tanh_of(float x) {
   const float a = x < 0 ? -x : x, s = x * x;
-  float q = 2.214902743e-3f;
-  q = mad(q, s, -8.272456733e-3f), q = mad(q, s, 2.174618709e-2f), q = mad(q, s, -5.395634940e-2f),
-  q = mad(q, s, 1.333329075e-1f);
-  q = mad(q, s, -3.333333308e-1f);
+  const float q = polynomial(s, 2.214902743e-3f, -8.272456733e-3f, 2.174618709e-2f, -5.395634940e-2f, 1.333329075e-1f,
+                             -3.333333308e-1f);
   const float small = mad(x, s * q, x), big = 1.0f - 2.0f / (exp_of(2.0f * a) + 1.0f), signed_big = x < 0 ? -big : big;
   return a < 0.625f ? small : signed_big;
 }
@@ -101,18 +102,12 @@ TSMEM_INLINE float gauss_of(float x) {
 // The normal distribution function, erfc(-x / sqrt 2) / 2, accurate in its lower tail too. gauss: gauss_of(x).
 TSMEM_INLINE float phi_of(float x, float gauss) {
   const float z = x * 0.707106781f, a = z < 0 ? -z : z, s = z * z;
-  float q = -9.667044571e-6f;
-  q = mad(q, s, 1.126595903e-4f), q = mad(q, s, -8.484080406e-4f), q = mad(q, s, 5.221031808e-3f),
-  q = mad(q, s, -2.686543073e-2f);
-  q = mad(q, s, 1.128378250e-1f), q = mad(q, s, -3.761263847e-1f), q = mad(q, s, 1.128379167f);
+  const float q = polynomial(s, -9.667044571e-6f, 1.126595903e-4f, -8.484080406e-4f, 5.221031808e-3f, -2.686543073e-2f,
+                             1.128378250e-1f, -3.761263847e-1f, 1.128379167f);
   const float small = mad(0.5f, z * q, 0.5f);
   const float t = 1.0f / mad(0.5f, a, 1.0f);
-  float r = -4.588436940e-3f;
-  r = mad(r, t, -5.003742799e-2f), r = mad(r, t, 2.936748634e-1f), r = mad(r, t, -5.315396169e-1f),
-  r = mad(r, t, 3.356447954e-1f);
-  r = mad(r, t, -6.573992149e-2f), r = mad(r, t, 2.181578522e-1f), r = mad(r, t, 2.395371008e-1f),
-  r = mad(r, t, 2.828178100e-1f);
-  r = mad(r, t, 2.820636788e-1f);
+  const float r = polynomial(t, -4.588436940e-3f, -5.003742799e-2f, 2.936748634e-1f, -5.315396169e-1f, 3.356447954e-1f,
+                             -6.573992149e-2f, 2.181578522e-1f, 2.395371008e-1f, 2.828178100e-1f, 2.820636788e-1f);
   const float tail = 0.5f * gauss * (t * r);
   const float far = a < 8.0f ? tail : 0.0f, big = x < 0 ? far : 1.0f - far;
   const float finite = a < 0.5f ? small : big;
