@@ -7,6 +7,7 @@
 
 #include "common.h"
 #include "cpu/mask.h"
+#include "cpu/smooth_act.h"
 #include "cpu_dtype.h"
 #include "recompute.h"
 
@@ -88,6 +89,58 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
+constexpr int64_t kSerial = 1 << 14;  // elements that are not worth a second thread
+
+// x and grad: dense, with the same strides, which the results have too.
+Tensor smooth_act_cpu(const Tensor& x, int64_t kind, double a, double b, double c) {
+  const Act act = act_of(kind, a, b, c);
+  Tensor y = at::empty_like(x);
+  const auto* from = static_cast<const char*>(x.const_data_ptr());
+  auto* to = static_cast<char*>(y.mutable_data_ptr());
+  const Dtype dtype = cpu_dtype(x.scalar_type());
+  const int64_t size = x.element_size();
+  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
+    smooth_act_kernels().forward(dtype, act, from + begin * size, to + begin * size, end - begin);
+  });
+  return y;
+}
+
+// out: where the result goes, which may be grad.
+Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, int64_t kind, double a, double b, double c,
+                               const OptTensor& out) {
+  const Act act = act_of(kind, a, b, c);
+  Tensor result = out ? *out : at::empty_like(grad);
+  const auto* from = static_cast<const char*>(x.const_data_ptr());
+  const auto* g = static_cast<const char*>(grad.const_data_ptr());
+  auto* to = static_cast<char*>(result.mutable_data_ptr());
+  const Dtype dtype = cpu_dtype(x.scalar_type());
+  const int64_t size = x.element_size();
+  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
+    smooth_act_kernels().backward(dtype, act, from + begin * size, g + begin * size, to + begin * size, end - begin);
+  });
+  return result;
+}
+
+Tensor smooth_act_meta(const Tensor& x, int64_t, double, double, double) { return at::empty_like(x); }
+Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, double,
+                                const OptTensor& out) {
+  return out ? *out : at::empty_like(grad);
+}
+
+const c10::OperatorHandle& smooth_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_smooth_act", "");
+  return op;
+}
+
+// Where stock's kernel is the slower one (gelu, silu and hardswish are as fast). float64 is stock's, bit for bit: its
+// functions are the C library's here too, one element at a time.
+bool smooth_usable(const Tensor& x, const Act& act) {
+  const bool slow = act.kind == ActKind::gelu_tanh || act.kind == ActKind::elu || act.kind == ActKind::softplus ||
+                    act.kind == ActKind::mish;
+  return slow && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() && !x.is_neg() &&
+         has_kernel(smooth_op(), x);
+}
+
 // --- Autograd
 // -------------------------------------------------------------------------------------------------------------------
 
@@ -136,9 +189,24 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
   }
 };
 
+Tensor smooth_act(const Tensor& x, const Act& act) {
+  if (!smooth_usable(x, act)) return stock_act(x, act);
+  static const auto op = smooth_op().typed<Tensor(const Tensor&, int64_t, double, double, double)>();
+  return op.call(x, static_cast<int64_t>(act.kind), act.a, act.b, act.c);
+}
+
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
   const bool reuse = only_ours(grad);
   Tensor own = reuse ? grad : Tensor();  // takes the result
+  // Stock's formulas where they are to be differentiated again.
+  if (!at::GradMode::is_enabled() && smooth_usable(x, act) && grad.strides() == x.strides() && !grad.is_neg() &&
+      grad.scalar_type() == x.scalar_type()) {
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("tsmem::_smooth_act_backward", "")
+            .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, double, const OptTensor&)>();
+    return op.call(grad, x, static_cast<int64_t>(act.kind), act.a, act.b, act.c, optional(own));
+  }
   const char* approximate = act.kind == ActKind::gelu_tanh ? "tanh" : "none";
   switch (act.kind) {
     case ActKind::silu:
@@ -163,7 +231,7 @@ bool smooth(ActKind kind) {
   return !one_bit(kind) && kind != ActKind::identity && kind != ActKind::sigmoid && kind != ActKind::tanh;
 }
 
-// Stock's own derivative, from an input that may be made again.
+// The derivative from an input that may be made again.
 struct SmoothAct : torch::autograd::Function<SmoothAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
     ctx->set_materialize_grads(false);
@@ -172,7 +240,7 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
     keeper.save(ctx);
     ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
     ctx->saved_data["args"] = std::vector<double>{act.a, act.b, act.c};
-    return stock_act(x, act);
+    return smooth_act(x, act);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
@@ -188,16 +256,21 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
 Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
-  if (!needs_grad(self) || self.numel() == 0 || !plain(self)) return stock_act(self, act);
+  const bool ours = recompute && smooth(act.kind) && !autocast_casts(self, act);
+  if (self.numel() == 0 || !plain(self)) return stock_act(self, act);
+  if (!needs_grad(self)) return ours ? smooth_act(self, act) : stock_act(self, act);
   Tensor out;
   if (one_bit(act.kind) && has_kernel(forward_op(), self))
     out = MaskedAct::apply(self, act);
-  else if (recompute && smooth(act.kind) && !autocast_casts(self, act))
+  else if (ours)
     out = SmoothAct::apply(self, act);
   else
     return stock_act(self, act);
   offer(
-      out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return stock_act(from[0], act); },
+      out, {self},
+      [act, ours](std::vector<Tensor>& from, const std::vector<bool>&) {
+        return ours ? smooth_act(from[0], act) : stock_act(from[0], act);
+      },
       recompute, Pieces::no, 0, Rows::own);
   return out;
 }
@@ -207,16 +280,23 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("act(Tensor self, str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
+  m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
+  m.def(
+      "_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   if (another_copy_registered()) return;
   m.impl("_act_mask", TORCH_FN(act_mask_cpu));
   m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_cpu));
+  m.impl("_smooth_act", TORCH_FN(smooth_act_cpu));
+  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_cpu));
 }
 TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
   if (another_copy_registered()) return;
   m.impl("_act_mask", TORCH_FN(act_mask_meta));
   m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_meta));
+  m.impl("_smooth_act", TORCH_FN(smooth_act_meta));
+  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_meta));
 }
 
 }  // namespace

@@ -33,8 +33,10 @@ struct Recipe {
   Rows rows = Rows::all;
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
   std::optional<c10::Stream> stream;  // of a device that has streams
+  bool shared = false;                // made once for users that are near one another
   mutable std::mutex mutex;
-  mutable Tensor made;  // of a dear one: the output, until its own op's backward
+  mutable std::vector<int64_t> users;  // of a shared one: the nodes that need it in backward, in forward's order
+  mutable Tensor made;  // of a dear one: the output, until its own op's backward; of a shared one, until its next user
 };
 
 bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
@@ -53,6 +55,9 @@ constexpr int kLongestChain = 8;
 // Dear ones are made once each, but every user holds all that a chain starts from.
 constexpr int kLongestDearChain = 100;
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
+// Nodes between two users of a shared value: within a block of layers or two. Held any longer, it would be there at the
+// peak (a skip connection across a whole network).
+constexpr int64_t kNear = 16;
 
 // What is known of a node's first output while the node lives.
 struct Known {
@@ -181,28 +186,39 @@ size_t place(const Recipe& recipe, size_t next, Visited& first) {
   return next;
 }
 
-// Whether what it makes is nobody else's memory: a dear one is held for others.
-bool own_memory(const Recipe& recipe) {
-  return !recipe.dear && (!recipe.view || own_memory(*recipe.sources[0].recipe));
+// Whether a shared recipe has a user soon after `user` in backward. Under the recipe's lock.
+bool needed_soon(const Recipe& recipe, int64_t user) {
+  const auto after = std::lower_bound(recipe.users.begin(), recipe.users.end(), user);
+  return after != recipe.users.begin() && user - *std::prev(after) <= kNear;
 }
 
-Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first) {
+// own: whether nobody else has the memory of what was made. level: how far it is from what the user needs; pieces put
+// together don't count. Only what is near is held: every second block of a chain that is made from one another. To hold
+// them all would cost more memory than it saves time.
+Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int level = 0,
+                  bool* own = nullptr) {
   std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
-  if (recipe->dear) {
+  bool hold = false;
+  if (recipe->dear || recipe->shared) {
     lock.lock();  // never against the order of the graph: sources never wait for what is made from them
+    if (own) *own = false;
     if (recipe->made.defined()) return recipe->made;
+    hold = recipe->dear || (level <= 1 && needed_soon(*recipe, user));
   }
   std::vector<Tensor> operands;
   std::vector<bool> spare;
   const Tensor* leaf = leaves + first.at(recipe.get());
+  const int next = level + (recipe->pieces == Pieces::no && !recipe->view);
   for (const Source& s : recipe->sources) {
-    spare.push_back(s.recipe && own_memory(*s.recipe));
-    operands.push_back(s.recipe ? make_again(s.recipe, leaves, first) : *leaf++);
+    bool ours = false;
+    operands.push_back(s.recipe ? make_again(s.recipe, leaves, first, user, next, &ours) : *leaf++);
+    spare.push_back(ours);
   }
   Tensor made = recipe->make(operands, spare);
-  if (recipe->dear && torch::autograd::get_current_graph_task_id() != -1) {
+  if (own) *own = !hold && (!recipe->view || spare[0]);
+  if (hold && torch::autograd::get_current_graph_task_id() != -1) {
     recipe->made = made;
-    // Where the op's own backward is not part of this pass.
+    // Where the op's own backward, or the next user's, is not part of this pass.
     torch::autograd::Engine::get_default_engine().queue_callback([weak = std::weak_ptr<const Recipe>(recipe)] {
       if (const auto r = weak.lock()) {
         std::lock_guard<std::mutex> guard(r->mutex);
@@ -259,7 +275,8 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
 
 struct Program : torch::CustomClassHolder {
   std::vector<RecipePtr> recipes;
-  int at = 0;  // in the journal
+  int64_t user = 0;  // the node's place in this thread's forward
+  int at = 0;        // in the journal
 };
 
 Journal* journal = nullptr;
@@ -308,6 +325,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->make = std::move(make);
   recipe->pieces = pieces;
   recipe->dear = flops > 0;
+  recipe->shared = !recipe->dear && recompute == 1;
   recipe->stream = stream_of(output);
   // Sums over blocks of rows are rounded to the dtype after each.
   const bool wide = output.scalar_type() == at::kFloat || output.scalar_type() == at::kDouble;
@@ -390,6 +408,17 @@ void Keeper::add(const Tensor& t, bool always_itself) {
 void Keeper::save(torch::autograd::AutogradContext* ctx) {
   auto program = c10::make_intrusive<Program>();
   program->recipes = std::move(recipes_);
+  static thread_local int64_t users = 0;
+  program->user = ++users;
+  Visited visited;
+  for (const RecipePtr& r : program->recipes)
+    if (r) place(*r, 0, visited);
+  for (const auto& [recipe, leaf] : visited) {
+    if (!recipe->shared) continue;
+    std::lock_guard<std::mutex> lock(recipe->mutex);
+    auto& all = recipe->users;  // nearly always in order: forks of one graph count apart
+    all.insert(std::upper_bound(all.begin(), all.end(), program->user), program->user);
+  }
   if (journal) program->at = journal->closed ? -1 : static_cast<int>(journal->values.size());
   ctx->saved_data["kept"] = at::IValue::make_capsule(std::move(program));
   ctx->save_for_backward(std::move(leaves_));
@@ -398,6 +427,7 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
 Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_variables()) {
   const auto program = c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule());
   recipes_ = program->recipes;
+  user_ = program->user;
   size_t at = 0;
   for (const RecipePtr& r : recipes_) {
     first_.push_back(at);
@@ -408,10 +438,20 @@ Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_varia
   drop_own_output();
 }
 
+Kept::~Kept() {
+  for (const Visited& visited : places_)
+    for (const auto& [recipe, leaf] : visited) {
+      if (!recipe->shared) continue;
+      Tensor dropped;  // freed without the lock
+      std::lock_guard<std::mutex> lock(recipe->mutex);
+      if (recipe->made.defined() && !needed_soon(*recipe, user_)) dropped = std::move(recipe->made);
+    }
+}
+
 Tensor Kept::operator[](size_t slot) const {
   if (!recipes_[slot]) return leaves_[first_[slot]];
   const Below below;
-  return make_again(recipes_[slot], leaves_.data(), places_[slot]);
+  return make_again(recipes_[slot], leaves_.data(), places_[slot], user_);
 }
 
 namespace {
@@ -421,19 +461,24 @@ constexpr int64_t kBlockBytes = 2 << 20, kBlockRows = 1024;
 
 using MakeRows = std::function<Tensor(int64_t begin, int64_t end)>;
 
+bool held(const Recipe& recipe) {
+  std::lock_guard<std::mutex> lock(recipe.mutex);
+  return recipe.made.defined();
+}
+
 // What makes some rows of a recipe's output; other sources are made here, as a whole. Notes the number of rows.
-MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t* rows) {
+MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int64_t* rows) {
   std::vector<MakeRows> sources;
   std::vector<bool> spare;
   const Tensor* leaf = leaves + first.at(recipe.get());
   for (const Source& s : recipe->sources) {
-    const bool nested = s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view;
+    const bool nested = s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view && !held(*s.recipe);
     spare.push_back(nested);
     if (nested) {
-      sources.push_back(rows_of(s.recipe, leaves, first, rows));
+      sources.push_back(rows_of(s.recipe, leaves, first, user, rows));
       continue;
     }
-    const Tensor whole = s.recipe ? make_again(s.recipe, leaves, first) : *leaf++;
+    const Tensor whole = s.recipe ? make_again(s.recipe, leaves, first, user, 1) : *leaf++;
     if (!whole.defined() || whole.dim() < 2 || whole.size(-1) != recipe->columns) {
       sources.push_back([whole](int64_t, int64_t) { return whole; });
       continue;
@@ -455,13 +500,13 @@ MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& f
 
 void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)>& f) const {
   const RecipePtr& recipe = recipes_[slot];
-  if (!recipe || recipe->rows != Rows::own || recipe->columns == 0) {
+  if (!recipe || recipe->rows != Rows::own || recipe->columns == 0 || held(*recipe)) {
     const Tensor whole = (*this)[slot];
     return f(0, whole.reshape({-1, whole.size(-1)}));
   }
   const Below below;
   int64_t rows = 0;
-  const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], &rows);
+  const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], user_, &rows);
   const int64_t bytes = recipe->columns * 4, block = std::max(kBlockRows, kBlockBytes / bytes);
   for (int64_t begin = 0; begin < rows;) {
     // The last block takes what would be too few rows for one.

@@ -27,8 +27,9 @@ enum class Pieces { no, yes };
 
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void.
-// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. A planner tells the
-// ops of a model apart by its magnitude (Journal).
+// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. 1: made once for users
+// that follow one another closely in backward; more: made anew by each. A planner tells the ops of a model apart by its
+// magnitude (Journal).
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
 // they are held while the output lives, or until somebody keeps it.
 // flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
@@ -100,12 +101,16 @@ class Keeper {
 class Kept {
  public:
   explicit Kept(torch::autograd::AutogradContext* ctx);
-  // Tensor number `slot` of those added; undefined where that was. One that is made again is made at every call.
+  ~Kept();
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  // Tensor number `slot` of those added; undefined where that was. One that is made again is made at every call, unless
+  // it is held for others.
   at::Tensor operator[](size_t slot) const;
   // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,
   // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there.
   void by_rows(size_t slot, const std::function<void(int64_t first, const at::Tensor& rows)>& f) const;
-  // Whether operator[] makes it: then it's detached from the graph, and its memory is the caller's own.
+  // Whether operator[] makes it: then it's detached from the graph.
   bool made(size_t slot) const;
   bool any_made() const;
   // refuse_double_backward() for gradients that depend on what is kept and on `grad`.
@@ -115,6 +120,7 @@ class Kept {
  private:
   std::vector<at::Tensor> leaves_;
   std::vector<RecipePtr> recipes_;
+  int64_t user_ = 0;                                               // the node's place in forward
   std::vector<size_t> first_;                                      // of each slot: its first leaf
   std::vector<std::unordered_map<const Recipe*, size_t>> places_;  // and that of each recipe that it is made by
 };

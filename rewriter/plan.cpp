@@ -153,7 +153,7 @@ struct Value {
 
 void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& again) {
   for (size_t s = 0; s < sites.size(); ++s)
-    submodule(module, sites[s].module).setattr(sites[s].attribute, static_cast<int64_t>(again[s]));
+    submodule(module, sites[s].module).setattr(sites[s].attribute, again[s] ? kEachTime : 0);
 }
 
 struct Planner::Impl {

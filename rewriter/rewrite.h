@@ -42,6 +42,10 @@ struct Region {
   bool whole = false;  // a module of --checkpoint
 };
 
+// The value of a site's attribute where its output is made again: anew by each that needs it, which is what plans count
+// on (ops/recompute.h).
+constexpr int64_t kEachTime = 2;
+
 // An output that a plan may keep or make again.
 struct Site {
   std::string module;     // path of the instance
