@@ -281,8 +281,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
-  m.def(
-      "_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
+  m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
   if (another_copy_registered()) return;

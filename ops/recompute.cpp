@@ -472,7 +472,8 @@ MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& f
   std::vector<bool> spare;
   const Tensor* leaf = leaves + first.at(recipe.get());
   for (const Source& s : recipe->sources) {
-    const bool nested = s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view && !held(*s.recipe);
+    const bool nested =
+        s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view && !held(*s.recipe);
     spare.push_back(nested);
     if (nested) {
       sources.push_back(rows_of(s.recipe, leaves, first, user, rows));

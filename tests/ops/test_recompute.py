@@ -85,6 +85,83 @@ def test_long_chains_are_cut():
     assert regions < 15 * unit  # the conv outputs, and a block output each eight blocks
 
 
+def ran(f, name):
+    """f(), and how often the operator of this name ran in it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        result = f()
+    return result, sum(e.name == name for e in profile.events())
+
+
+def in_backward(f, x, p, recompute, name):
+    """The gradients of f, and how often the operator ran to make them."""
+    out = f(x, p, recompute).square().sum()
+    return ran(lambda: torch.autograd.grad(out, [x, *(t for t in p if t.requires_grad)], allow_unused=True), name)
+
+
+def dense(x, p, recompute, layers=5):
+    """Every layer reads what all before it gave, as in a DenseNet; the first piece is made again itself."""
+    pieces = [ops.batch_norm_act(conv(x, p[0]), p[1], p[2], *BN, "silu", [], recompute)]
+    for i in range(layers):
+        c = 8 * (i + 1)
+        g = torch.linspace(0.5, 1.5, c, dtype=x.dtype).requires_grad_()
+        y = ops.batch_norm_act(ops.cat(pieces, 1, recompute), g, g - 1, *BN, "relu", [], recompute)
+        pieces.append(conv(y, p[3].repeat(1, i + 1, 1, 1) / (i + 1)))
+    return torch.cat(pieces, 1)
+
+
+def skip(x, p, recompute, between=20):
+    """What the first block gives is read by the next one and, far from it, by the last."""
+    early = ops.batch_norm_act(conv(x, p[0]), p[1], p[2], *BN, "silu", [], recompute)
+    z = early
+    for _ in range(between):
+        z = conv(z, p[3])
+    return conv(ops.cat([z, early], 1, recompute), p[6].repeat(1, 2, 1, 1))
+
+
+def test_neighbours_share_what_is_made_again():
+    p = parameters()
+    x = torch.randn(2, 8, 16, 16, dtype=torch.float64, requires_grad=True)
+    apply = "tsmem::_batch_norm_act_apply"
+    # The norm's own backward and the convolution's read the same concatenation, and all of them the first piece.
+    for name, shared, each in (("aten::cat", 5, 10), (apply, 5 + 1, 5 + 10)):
+        (a, once), (b, often) = (in_backward(dense, x, p, r, name) for r in (1, 2))
+        assert (once, often) == (shared, each)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    # A chain of seven blocks: from the last to the first, and every second one from the one before it.
+    (a, once), (b, often) = (in_backward(lambda *f: chain(*f, blocks=8), x, p, r, apply) for r in (1, 2))
+    assert often == 7 * 8 / 2 and 7 <= once <= 7 + 5 + 3 + 1
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_far_users_share_nothing():
+    p = parameters()
+    x = torch.randn(2, 8, 16, 16, dtype=torch.float64, requires_grad=True)
+    (a, far), (b, near) = (in_backward(lambda *f: skip(*f, between=n), x, p, 1, "tsmem::_batch_norm_act_apply") for n in (20, 4))
+    assert (far, near) == (2, 1)
+
+    class Skip(torch.nn.Module):
+        def __init__(self, recompute):
+            super().__init__()
+            self.recompute = recompute
+
+        def forward(self, x):
+            return skip(x, p, self.recompute)
+
+    held, anew = (allocator.memory(Skip(r), (x,)).peak for r in (1, 2))
+    assert held <= anew + 4096
+
+
+def test_shared_values_go_with_their_pass():
+    p = parameters()
+    x = torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
+    for f in (dense, lambda *a: chain(*a, blocks=8), skip):
+        out = f(x, p, 1).square().sum()
+        expected = torch.autograd.grad(out, [x, p[0]], retain_graph=True)
+        for wanted in ([p[9]], [p[3]], [x, p[0]]):
+            assert bytes_left(lambda: torch.autograd.grad(out, wanted, retain_graph=True, allow_unused=True)) < 0.1 * x.nbytes
+        assert_equal(torch.autograd.grad(out, [x, p[0]]), expected)
+
+
 def test_keeps_conv_outputs_alone():
     p = parameters()
     x = torch.randn(2, 8, 32, 32, dtype=torch.float64)
@@ -507,17 +584,14 @@ def all_again(x, p, recompute):
 
 
 def convolutions(f):
-    """f(), and how many convolutions ran in it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        result = f()
-    return result, sum(e.name == "aten::convolution" for e in profile.events())
+    return ran(f, "aten::convolution")
 
 
 def bytes_left(f):
     """Bytes that are allocated in f() and not released by its end, without its result's."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
         result = f()
-    return sum(e.self_cpu_memory_usage for e in profile.events()) - sum(t.nbytes for t in result)
+    return sum(e.self_cpu_memory_usage for e in profile.events()) - sum(t.nbytes for t in result if t is not None)
 
 
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
