@@ -207,6 +207,7 @@ def plans(a, folder: Path) -> list:
     import allocator
     import models
 
+    allocator.keep_freed_memory()
     rows = []
     print(f"\nBudgets, {a.batch}x3x{a.size}x{a.size}, float32, all trainable; peaks and times as ratios to scripted")
     print(f"{'model':26}{'budget':>8}{'promised':>10}{'peak':>7}{'off':>8}{'promised':>10}{'time':>7}{'solve s':>9}")

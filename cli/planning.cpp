@@ -1,6 +1,9 @@
 #include "planning.h"
 
 #include <fmt/format.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <cmath>
 #include <map>
@@ -39,8 +42,20 @@ PlanOptions PlanLimits::options(const Common& common, const Progress& progress) 
   return options;
 }
 
+namespace {
+// Freed memory stays with this process. A step's time would else depend on what happens to lie at the end of the heap:
+// whether glibc gives it back after every step, to be cleared again by the kernel, for the one model or for the other.
+void keep_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_TRIM_THRESHOLD, -1);
+  mallopt(M_MMAP_MAX, 0);
+#endif
+}
+}  // namespace
+
 Planned::Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
                  const std::vector<c10::IValue>& inputs, const PlanOptions& options) {
+  keep_freed_memory();
   // A module that has run can't be rewritten any more, so another copy of it runs.
   const std::string device = options.estimate ? "meta" : options.device;
   auto original = load_model(path, device).module;

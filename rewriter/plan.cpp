@@ -269,7 +269,7 @@ void Planner::Impl::set_up() {
     std::array<std::vector<double>, 3> ratios;
     const std::array<std::vector<bool>, 3> choices = {base_again, all, std::vector<bool>(n)};
     double spent = 0;
-    for (int i = 0; i < 12 && (i < 2 || spent < 6); ++i) {
+    for (int i = 0; i < 30 && (i < 2 || spent < 6); ++i) {
       say(fmt::format("planning: timing step {}", i + 1));
       const auto seconds = [&](TrainingStep& s) {
         s.run();
