@@ -36,7 +36,7 @@ struct Recipe {
   bool shared = false;                // made once for users that are near one another
   mutable std::mutex mutex;
   mutable std::vector<int64_t> users;  // of a shared one: the nodes that need it in backward, in forward's order
-  mutable Tensor made;  // of a dear one: the output, until its own op's backward; of a shared one, until its next user
+  mutable Tensor made;  // until a dear one's own op has run its backward, or a shared one's last user nearby
 };
 
 bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
