@@ -189,6 +189,7 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
   }
 };
 
+// Any activation: by our kernel where that is the faster one.
 Tensor smooth_act(const Tensor& x, const Act& act) {
   if (!smooth_usable(x, act)) return stock_act(x, act);
   static const auto op = smooth_op().typed<Tensor(const Tensor&, int64_t, double, double, double)>();
@@ -267,10 +268,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   else
     return stock_act(self, act);
   offer(
-      out, {self},
-      [act, ours](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return ours ? smooth_act(from[0], act) : stock_act(from[0], act);
-      },
+      out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return smooth_act(from[0], act); },
       recompute, Pieces::no, 0, Rows::own);
   return out;
 }

@@ -27,13 +27,19 @@ enum class Pieces { no, yes };
 
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void.
+//
 // recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. 1: made once for
 // users that follow one another closely in backward; more: made anew by each. A planner tells the ops of a model apart
-// by its magnitude (Journal). Pieces::yes: the output is the operands put together (cat), so that keeping them instead
-// of it never costs memory; they are held while the output lives, or until somebody keeps it. flops: not 0 for a dear
-// op (a convolution). Its output is made once in a pass of backward, when it is first needed, and held until the op's
-// own backward. Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its
-// size, and on operands of other sizes: make() takes any number of rows.
+// by its magnitude (Journal).
+//
+// Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
+// they are held while the output lives, or until somebody keeps it.
+//
+// flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
+// and held until the op's own backward.
+//
+// Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
+// operands of other sizes: make() takes any number of rows.
 enum class Rows { all, own };
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
            Pieces pieces = Pieces::no, double flops = 0, Rows rows = Rows::all);

@@ -1,4 +1,4 @@
-// Activations whose derivative needs their input: gelu, silu, ...
+// Activations whose derivative needs their input, elementwise. Which of them are used: smooth_usable() in act.cpp.
 #pragma once
 #include "act.h"
 #include "cpu/kernels.h"
