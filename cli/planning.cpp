@@ -20,7 +20,7 @@ using nlohmann::json;
 
 void PlanLimits::add(CLI::App& app) {
   app.add_flag("--estimate", estimate, "Plan from shapes, FLOPs and bytes: run nothing");
-  app.add_option("--solve-seconds", seconds, "Time limit of one solve (default 5)")
+  app.add_option("--solve-seconds", seconds, "Time limit of one solve (default 2, more for thousands of operators)")
       ->type_name("SECONDS")
       ->check(CLI::PositiveNumber);
 }

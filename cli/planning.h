@@ -12,7 +12,7 @@
 namespace tsmem::cli {
 
 struct PlanLimits {
-  double seconds = 5;
+  double seconds = 0;
   bool estimate = false;
   void add(CLI::App& app);
   // Throws Error(kUsage) without an input, and for --estimate under --amp.

@@ -7,7 +7,7 @@ mkdir -p build
 die() { echo "set-up: $*" >&2; exit 1; }
 
 # Debian packages
-packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev coinor-libcbc-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
+packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
 if command -v dpkg-query >/dev/null; then
   missing=()
   for p in "${packages[@]}"; do

@@ -297,10 +297,13 @@ int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& 
       if (output.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(output.device().index());
     };
     finish();
-    const auto start = std::chrono::steady_clock::now();
-    make(detached, std::vector<bool>(detached.size()));
-    finish();
-    v.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    for (int i = 0; i < 2; ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      make(detached, std::vector<bool>(detached.size()));
+      finish();
+      const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      v.seconds = i == 0 ? seconds : std::min(v.seconds, seconds);
+    }
   }
   journal->values.push_back(std::move(v));
   const int index = static_cast<int>(journal->values.size()) - 1;

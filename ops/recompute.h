@@ -57,7 +57,7 @@ struct Journal {
   struct Use {
     int value, at;  // a node that was made when there were `at` values needs this one in backward
   };
-  bool timed = false;   // make every value once more, and note how long that takes
+  bool timed = false;   // make every value twice more, and note the shorter time
   bool closed = false;  // forward is over: what runs again in backward is not noted
   std::vector<Value> values;
   std::vector<Use> uses;

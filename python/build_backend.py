@@ -3,6 +3,7 @@
 In an isolated build (pip's default) pip would fetch a second torch, of several GB; the one of the environment that pip installs into serves
 as well, for its headers and libraries are all that is needed.
 """
+import importlib.util
 import os
 import sysconfig
 from pathlib import Path
@@ -39,5 +40,6 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     torch = _installed_torch()
     if torch is None:
         raise SystemExit(f"tsmem is built against torch {TORCH}: install torch=={TORCH}.0 first, or set TSMEM_TORCH to its folder.")
-    settings = {**(config_settings or {}), "cmake.define.TSMEM_TORCH": torch}
+    highspy = Path(importlib.util.find_spec("highspy").origin).parent
+    settings = {**(config_settings or {}), "cmake.define.TSMEM_TORCH": torch, "cmake.define.TSMEM_HIGHS": str(highspy / "libhighs.so.1")}
     return _build.build_wheel(wheel_directory, settings, metadata_directory)

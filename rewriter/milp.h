@@ -1,4 +1,4 @@
-// Mixed-integer linear programs, solved by Cbc.
+// Mixed-integer linear programs, solved by HiGHS.
 #pragma once
 #include <string>
 #include <utility>
@@ -36,7 +36,7 @@ struct MilpSolution {
 // values of the columns to begin with, of which the integer ones count; or empty.
 MilpSolution solve(const Milp& problem, double seconds, double gap, const std::vector<double>& start = {});
 
-// "Cbc 2.10.8"
+// "HiGHS 1.15.1"
 std::string solver_name();
 
 }  // namespace tsmem

@@ -33,6 +33,12 @@ constexpr double kLeastFactor = 0.05;
 // ours, which are one operator.
 constexpr double kStockPasses = 9, kPasses = 7;
 
+// How long steps are timed, after the first round; there are two at least.
+constexpr double kTimingSeconds = 3;
+
+// How long one solve may take where nobody says: most choices are within 1 % of the best by then.
+constexpr double kSolveSeconds = 2;
+
 // Sizes that the solver can do in seconds.
 constexpr size_t kMostColumns = 12000, kMostCells = 4'000'000;
 
@@ -218,7 +224,7 @@ struct Planner::Impl {
     double gap = 0;
     bool solved = false;  // by the solver
   };
-  std::optional<Choice> choose(std::optional<double> budget);
+  std::optional<Choice> choose(std::optional<double> budget, const std::vector<bool>& begin = {});
   PlanPoint point(const Tried& t, int64_t budget, double gap) const;
   const Tried* best(int64_t budget) const;
 };
@@ -230,30 +236,36 @@ void Planner::Impl::set_up() {
   std::vector<bool> all(n, true);
   for (size_t s = 0; s < n; ++s) base_again[s] = !sites[s].dear;
   write(base_again);
-  for (int i = 0; i < 2; ++i) {
-    say(fmt::format("planning: warm-up step {} of 2", i + 1));
-    original_step->run();
-    step->run();
-  }
-  say("planning: which outputs can be made again");
-  std::vector<bool> held;
-  Journal journal;
-  measure(all, journal, [&] {
-    for (const auto& v : journal.values) held.push_back(!v.storage.expired());
-  });
+  say("planning: warm-up steps");
+  original_step->run();
+  step->run();
+  original_step->run();
   say("planning: seconds of every operator");
   Journal timed;
   timed.timed = !options.estimate;
   measure(base_again, timed);
+  const auto seconds_of = [](const TrainingStep& s) { return s.forward_seconds + s.backward_seconds; };
+  // In turns: what else the machine does then slows all. The original last: in its third call it was still compiled.
+  std::vector<double> stock;
+  std::array<std::vector<double>, 3> ratios;  // of a step as in base, with everything made again, with nothing
+  const auto compared = [&](int other, double ours, double others) {
+    stock.push_back(seconds_of(*original_step));
+    ratios[0].push_back(ours / stock.back());
+    ratios[other].push_back(others / stock.back());
+  };
   say("planning: memory of a step");
-  Journal plain;
-  std::vector<bool> held_in_base;
+  Journal plain, journal, none;
+  std::vector<bool> held_in_base, held;
   base = measure(base_again, plain, [&] {
     for (const auto& v : plain.values) held_in_base.push_back(!v.storage.expired());
   });
-  Journal none;
+  const double base_once = seconds_of(*step);
+  measure(all, journal, [&] {
+    for (const auto& v : journal.values) held.push_back(!v.storage.expired());
+  });
   none.closed = true;
   const Measured m = metered(*original_step, none);
+  compared(1, base_once, seconds_of(*step));
   original = {m.peak, m.kept, 0};
   double all_seconds = 0, none_seconds = 0;  // of a step with everything made again, with nothing
   if (options.estimate) {
@@ -264,26 +276,21 @@ void Planner::Impl::set_up() {
     original.seconds = std::max(3 * flops / kFlopsPerSecond + kStockPasses * bytes / kBytesPerSecond, 1e-9);
     base_seconds = std::max(3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond, 1e-9);
   } else {
-    // In turns: what else the machine does then slows all. The original last: in its third call it was still compiled.
-    std::vector<double> stock;
-    std::array<std::vector<double>, 3> ratios;
-    const std::array<std::vector<bool>, 3> choices = {base_again, all, std::vector<bool>(n)};
     double spent = 0;
-    for (int i = 0; i < 30 && (i < 2 || spent < 6); ++i) {
-      say(fmt::format("planning: timing step {}", i + 1));
-      const auto seconds = [&](TrainingStep& s) {
+    for (int i = 1; i < 30 && (i < 2 || spent * i / (i - 1) < kTimingSeconds); ++i) {
+      say(fmt::format("planning: timing step {}", i));
+      const auto run = [&](TrainingStep& s) {
         s.run();
-        spent += s.forward_seconds + s.backward_seconds;
-        return s.forward_seconds + s.backward_seconds;
+        spent += seconds_of(s);
+        return seconds_of(s);
       };
-      const int other = 1 + i % 2;  // everything made again, or nothing
-      write(choices[0]);
-      const double ours = seconds(*step);
-      write(choices[other]);
-      const double others = seconds(*step);
-      stock.push_back(seconds(*original_step));
-      ratios[0].push_back(ours / stock.back());
-      ratios[other].push_back(others / stock.back());
+      write(base_again);
+      const double ours = run(*step);
+      const int other = 1 + i % 2;
+      write(other == 1 ? all : std::vector<bool>(n));
+      const double others = run(*step);
+      run(*original_step);
+      compared(other, ours, others);
     }
     original.seconds = median(stock);
     base_seconds = median(ratios[0]) * original.seconds;
@@ -500,7 +507,9 @@ std::vector<bool> Planner::Impl::greedy(double budget) const {
 
 // Solves the program: the fastest choice for a budget, or without one the choice with the smallest peak. Where the
 // solver finds none in its time, or the program is too large for it, the greedy one. Nothing where there is none.
-std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double> budget) {
+// The solver starts with `begin`, or the greedy one.
+std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double> budget,
+                                                           const std::vector<bool>& begin) {
   const size_t slots = base.slots.size(), n = sites.size();
   Milp p;
   std::vector<int> x(n, -1);
@@ -596,21 +605,17 @@ std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double>
     p.rows.push_back({{sum.begin(), sum.end()}, (budget ? *budget / kMiB : 0) - constant[t]});
   }
   const auto start = Clock::now();
-  // What the solver begins with; the smallest peak begins with nothing.
-  std::vector<bool> again = base_again;
-  std::vector<double> first;
-  if (budget) {
-    again = greedy(*budget);
-    if (const Tried* t = best(static_cast<int64_t>(*budget)); t && t->seconds < predicted_seconds(again))
-      again = t->again;
-    first.resize(p.columns.size());
-    for (size_t i = 0; i < n; ++i)
-      if (x[i] >= 0) first[x[i]] = again[i];
-  }
+  std::vector<bool> again = begin.empty() ? greedy(budget.value_or(0)) : begin;
+  if (const Tried* t = best(static_cast<int64_t>(budget.value_or(0))); t && t->seconds < predicted_seconds(again))
+    again = t->again;
+  std::vector<double> first(p.columns.size());
+  for (size_t i = 0; i < n; ++i)
+    if (x[i] >= 0) first[x[i]] = again[i];
   const double most = static_cast<double>(base.peak) / kMiB;
   MilpSolution s;
-  if (p.columns.size() < 2 * kMostColumns)
-    s = solve(p, options.solve_seconds, options.gap * (budget ? base_seconds : most), first);
+  const double size = std::max(1.0, static_cast<double>(p.columns.size()) / 6000);
+  const double limit = options.solve_seconds > 0 ? options.solve_seconds : kSolveSeconds * size * (budget ? 1 : 2);
+  if (p.columns.size() < 2 * kMostColumns) s = solve(p, limit, options.gap * (budget ? base_seconds : most), first);
   solving += std::chrono::duration<double>(Clock::now() - start).count();
   ++solves;
   if (s.infeasible) return std::nullopt;
@@ -693,11 +698,13 @@ PlanPoint Planner::smallest() {
   // From the beginning, so that it ends at the same place whatever was planned before.
   impl_->correction.assign(impl_->correction.size(), 0);
   std::set<std::vector<bool>> chosen;
-  for (int i = 0; i < 4; ++i) {
+  std::vector<bool> again;
+  for (int i = 0; i < 3; ++i) {
     impl_->say("planning: the smallest budget");
-    const auto choice = impl_->choose(std::nullopt);
+    const auto choice = impl_->choose(std::nullopt, again);
     if (!choice || !chosen.insert(choice->again).second) break;
-    impl_->try_choice(choice->again);
+    again = choice->again;
+    impl_->try_choice(again);
   }
   const Impl::Tried* least = nullptr;
   for (const auto& t : impl_->tried)

@@ -22,8 +22,8 @@ struct PlanOptions {
   std::string method = "forward", device = "cpu";
   uint64_t seed = 0;
   bool estimate = false;     // run nothing: shapes from the meta device, seconds from FLOPs and bytes
-  double solve_seconds = 5;  // time limit of one solve
-  double gap = 0.003;        // how far from the best it may end, as a fraction of a step's seconds
+  double solve_seconds = 0;  // time limit of one solve; 0: 2 s, and more for large programs and the smallest peak
+  double gap = 0.005;        // how far from the best it may end, as a fraction of a step's seconds
   std::function<void(const std::string&)> progress;  // is told what runs now
 };
 
