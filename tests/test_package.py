@@ -1,4 +1,5 @@
 """`pip install .`: the wheel is built, installed into an environment of its own, and used with nothing of the source tree on the path."""
+import importlib.util
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ def output(done):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A Python with torch beside the installed wheel, as pip leaves it; torch itself is linked in, not copied."""
+    """A Python with torch and highspy beside the installed wheel, as pip leaves them; these two are linked in, not copied."""
     folder = tmp_path_factory.mktemp("package")
     # build-wheel stays, and ccache knows what `make build` compiled.
     output(run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", folder, ROOT, env={"TSMEM_TORCH": str(TORCH)}))
@@ -33,6 +34,7 @@ def environment(tmp_path_factory):
     python = folder / "env" / "bin" / "python"
     site = Path(output(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])")))
     (site / "torch").symlink_to(TORCH)
+    (site / "highspy").symlink_to(Path(importlib.util.find_spec("highspy").origin).parent)
     (site / "others.pth").write_text(str(TORCH.parent) + "\n")  # what torch itself imports
     (wheel,) = folder.glob("*.whl")
     output(run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel))
@@ -88,7 +90,8 @@ def test_everything_comes_from_the_installed_package(environment):
     assert output(run(environment, "-c", "import tsmem; print(tsmem.tool_path())")) == str(site / "bin" / "tsmem")
     dynamic = output(run("readelf", "-d", site / "libtsmem_ops.so"))
     assert "$ORIGIN/../torch/lib" in dynamic and str(ROOT) not in dynamic
-    assert "$ORIGIN/../../torch/lib" in output(run("readelf", "-d", site / "bin" / "tsmem"))
+    dynamic = output(run("readelf", "-d", site / "bin" / "tsmem"))
+    assert "$ORIGIN/../../torch/lib" in dynamic and "$ORIGIN/../../highspy" in dynamic
     assert (site / "share" / "cmake" / "tsmem" / "tsmemConfig.cmake").is_file()
 
 
