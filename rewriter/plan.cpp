@@ -29,6 +29,8 @@ constexpr double kMiB = 1024.0 * 1024.0;
 constexpr double kFlopsPerSecond = 1e11, kBytesPerSecond = 1e10;
 // Of the seconds measured alone: making something again is never free, however a loaded machine times it.
 constexpr double kLeastFactor = 0.05;
+// Standard deviations: of one step's seconds, and of what sums of operators' seconds say of a step.
+constexpr double kStepSpread = 0.05, kSumSpread = 0.35;
 // How often forward and backward of a cheap operator pass over its output's bytes: stock's norm and activation, and
 // ours, which are one operator.
 constexpr double kStockPasses = 9, kPasses = 7;
@@ -377,14 +379,19 @@ void Planner::Impl::set_up() {
     site_seconds[v.site] += v.dear ? v.seconds + operands : v.seconds * static_cast<double>(makes[i]);
     site_flops[v.site] += v.dear ? v.flops : static_cast<double>(v.bytes / 4 * static_cast<int64_t>(makes[i]));
   }
-  // What they take together was measured, of the dear ones and of the others.
+  // What they take together was measured too, of the dear ones and of the others. The sum and this difference of steps
+  // are weighed by how far either is off.
   if (!options.estimate)
     for (const bool dear : {true, false}) {
       double sum = 0;
       for (size_t s = 0; s < n; ++s) sum += sites[s].dear == dear ? site_seconds[s] : 0;
-      const double measured = dear ? all_seconds - base_seconds : base_seconds - none_seconds;
+      const double difference = dear ? all_seconds - base_seconds : base_seconds - none_seconds;
+      const double spread =
+          kStepSpread * base_seconds * std::sqrt(2 / static_cast<double>(ratios[dear ? 1 : 2].size()));
+      const double weight = 1 / (1 + std::pow(spread / (kSumSpread * sum), 2));
+      const double factor = 1 + weight * (difference / sum - 1);
       for (size_t s = 0; s < n; ++s)
-        if (sites[s].dear == dear && sum > 0) site_seconds[s] *= std::max(measured / sum, kLeastFactor);
+        if (sites[s].dear == dear && sum > 0) site_seconds[s] *= std::max(factor, kLeastFactor);
     }
   correction.assign(slots, 0);
   tried.push_back({base_again, base, base_seconds});
@@ -619,7 +626,8 @@ std::optional<Planner::Impl::Choice> Planner::Impl::choose(std::optional<double>
   const double most = static_cast<double>(base.peak) / kMiB;
   MilpSolution s;
   const double size = std::max(1.0, static_cast<double>(p.columns.size()) / 6000);
-  const double limit = options.solve_seconds > 0 ? options.solve_seconds : kSolveSeconds * size * (!budget && begin.empty() ? 2 : 1);
+  const double limit =
+      options.solve_seconds > 0 ? options.solve_seconds : kSolveSeconds * size * (!budget && begin.empty() ? 2 : 1);
   if (p.columns.size() < 2 * kMostColumns) s = solve(p, limit, options.gap * (budget ? base_seconds : most), first);
   solving += std::chrono::duration<double>(Clock::now() - start).count();
   ++solves;
