@@ -28,7 +28,8 @@ enum class Pieces { no, yes };
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void.
 //
-// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept. 1: made once for
+// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept (negative: by the op
+// that could have offered it; at 0 an op may leave its work to stock's). 1: made once for
 // users that follow one another closely in backward; more: made anew by each. A planner tells the ops of a model apart
 // by its magnitude (Journal).
 //

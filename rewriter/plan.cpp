@@ -161,7 +161,7 @@ struct Value {
 
 void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& again) {
   for (size_t s = 0; s < sites.size(); ++s)
-    submodule(module, sites[s].module).setattr(sites[s].attribute, again[s] ? kEachTime : 0);
+    submodule(module, sites[s].module).setattr(sites[s].attribute, again[s] ? kEachTime : kKept);
 }
 
 struct Planner::Impl {

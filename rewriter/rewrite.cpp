@@ -538,7 +538,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       std::unordered_set<const c10::ivalue::Object*> done;
       for (const std::string& path : c.paths)
         if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
-          m.register_attribute(name, IntType::get(), again ? kEachTime : 0);
+          m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
           report.sites.push_back({path, name, op, dear});
         }
       return g.insertGetAttr(g.inputs()[0], name);

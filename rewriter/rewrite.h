@@ -42,9 +42,10 @@ struct Region {
   bool whole = false;  // a module of --checkpoint
 };
 
-// The value of a site's attribute where its output is made again: anew by each that needs it, which is what plans count
-// on (ops/recompute.h).
-constexpr int64_t kEachTime = 2;
+// The values of a site's attribute (ops/recompute.h). Made again: anew by each that needs it, which is what plans count
+// on. Kept: by the same op, which may make its input again; 0 would leave some activations to stock's, which keep
+// theirs.
+constexpr int64_t kEachTime = 2, kKept = -1;
 
 // An output that a plan may keep or make again.
 struct Site {

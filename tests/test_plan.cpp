@@ -65,12 +65,13 @@ TEST(Plan, EveryInstanceHasItsOwnChoice) {
   EXPECT_EQ(cheap, (std::set<std::string>{"a", "b"}));
   // As at Level::regions until somebody chooses.
   for (const Site& s : report.sites)
-    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.dear ? 0 : kEachTime) << s.module << " " << s.op;
+    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.dear ? kKept : kEachTime)
+        << s.module << " " << s.op;
   std::vector<bool> again;
   for (const Site& s : report.sites) again.push_back(s.module == "b");
   set_choice(m, report.sites, again);
   for (const Site& s : report.sites)
-    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.module == "b" ? kEachTime : 0)
+    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.module == "b" ? kEachTime : kKept)
         << s.module << " " << s.op;
   EXPECT_TRUE(restore(m));
   for (const Site& s : report.sites) EXPECT_FALSE(m.attr(s.module).toModule().hasattr(s.attribute));

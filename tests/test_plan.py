@@ -395,6 +395,16 @@ def test_amp(files):
     assert json.loads(done.stdout)["smallest_budget"] < files.front("unet")["smallest_budget"]
 
 
+@pytest.mark.parametrize("budget", ("100%", "70%", "60%"))
+def test_kept_activations_need_what_was_promised(budget, tmp_path):
+    """An activation whose output is kept still makes its input again, in the written file as in what was measured."""
+    model, inputs = models.cached("norms", "trace")
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--inputs", f"@{inputs}", "--budget", budget, "--no-verify", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    (x,) = torch.load(inputs)
+    assert peak(tmp_path / "out.pt", "x".join(map(str, x.shape))) == json.loads((tmp_path / "out.json").read_text())["predicted"]["peak_bytes"]
+
+
 def test_checkpoint_and_budget(files, tmp_path):
     out = tmp_path / "out.pt"
     done = run("rewrite", files.model("unet"), "-o", out, *INPUT, "--checkpoint", "down.0", "--budget", "70%", "--json", tmp_path / "out.json")

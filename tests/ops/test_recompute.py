@@ -462,6 +462,23 @@ def test_layer_and_group_norm(affine, dtype):
             torch.autograd.grad(g.sum(), x)
 
 
+@pytest.mark.parametrize("name", ("gelu", "gelu_tanh", "silu", "softplus", "mish", "elu", "relu", "tanh"))
+def test_a_kept_activation_makes_its_input_again(name):
+    """-1, as plans write it: the output is kept, and what it is made from is not."""
+    x = torch.randn(4, 8, 16, 16, requires_grad=True)
+    args = {"softplus": [1.0, 20.0], "elu": [1.0, 1.0, 1.0]}.get(name, [])
+
+    def live(recompute):
+        return ops.act(ops.group_norm(x, 4, None, None, 1e-5, True, 1), name, args, recompute)
+
+    assert live_bytes(lambda: live(-1)) <= x.numel() // 2  # statistics and one bit an element
+    if name == "gelu":
+        assert live_bytes(lambda: live(0)) >= 4 * x.numel()
+    for r in (-1, 1):
+        (a,), (b,) = (torch.autograd.grad(live(k).sum(), x) for k in (r, 0))
+        torch.testing.assert_close(a, b)
+
+
 def test_norm_outputs_are_made_again():
     x = torch.randn(4, 64, 32, requires_grad=True)
     w = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
