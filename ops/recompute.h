@@ -29,9 +29,8 @@ enum class Pieces { no, yes };
 // included). Holds operands weakly: an offer whose operands have gone is void.
 //
 // recompute: the op's argument of that name. Positive: the offer stands; else the output is kept (negative: by the op
-// that could have offered it; at 0 an op may leave its work to stock's). 1: made once for
-// users that follow one another closely in backward; more: made anew by each. A planner tells the ops of a model apart
-// by its magnitude (Journal).
+// that could have offered it; at 0 an op may leave its work to stock's). 1: made once for users that follow one another
+// closely in backward; more: made anew by each. A planner tells the ops of a model apart by its magnitude (Journal).
 //
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
 // they are held while the output lives, or until somebody keeps it.

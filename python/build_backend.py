@@ -40,6 +40,9 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     torch = _installed_torch()
     if torch is None:
         raise SystemExit(f"tsmem is built against torch {TORCH}: install torch=={TORCH}.0 first, or set TSMEM_TORCH to its folder.")
-    highspy = Path(importlib.util.find_spec("highspy").origin).parent
-    settings = {**(config_settings or {}), "cmake.define.TSMEM_TORCH": torch, "cmake.define.TSMEM_HIGHS": str(highspy / "libhighs.so.1")}
+    highspy = importlib.util.find_spec("highspy")
+    if highspy is None:
+        raise SystemExit("tsmem's planner is built against the library in highspy: install highspy, or build with isolation.")
+    highs = Path(highspy.origin).parent / "libhighs.so.1"
+    settings = {**(config_settings or {}), "cmake.define.TSMEM_TORCH": torch, "cmake.define.TSMEM_HIGHS": str(highs)}
     return _build.build_wheel(wheel_directory, settings, metadata_directory)
