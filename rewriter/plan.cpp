@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -35,8 +35,10 @@ constexpr double kStepSpread = 0.05, kSumSpread = 0.35;
 // ours, which are one operator.
 constexpr double kStockPasses = 9, kPasses = 7;
 
-// How long steps are timed after the first round; there are three rounds at least.
-constexpr double kTimingSeconds = 3;
+// How long steps are timed after the first round. There is one more at least, and up to kMostUnsettled rounds while the
+// two shortest steps are further than kSettled from one another.
+constexpr double kTimingSeconds = 2, kSettled = 1.05;
+constexpr int kMostUnsettled = 4;
 
 // How long one solve may take where nobody says: most choices are within 1 % of the best by then.
 constexpr double kSolveSeconds = 2;
@@ -247,13 +249,18 @@ void Planner::Impl::set_up() {
   timed.timed = !options.estimate;
   measure(base_again, timed);
   const auto seconds_of = [](const TrainingStep& s) { return s.forward_seconds + s.backward_seconds; };
-  // In turns: what else the machine does then slows all.
-  std::vector<double> stock;
-  std::array<std::vector<double>, 3> ratios;  // of a step as in base, with everything made again, with nothing
-  const auto compared = [&](int other, double ours, double others) {
-    stock.push_back(seconds_of(*original_step));
-    ratios[0].push_back(ours / stock.back());
-    ratios[other].push_back(others / stock.back());
+  // In turns, and the shortest of each: what else the machine does only adds. Differences are of the same rounds.
+  constexpr double never = std::numeric_limits<double>::infinity();
+  struct Rounds {
+    double base = never, other = never;
+    int count = 0;
+  } all_again, none_again;
+  std::multiset<double> stock_seconds, our_seconds;
+  const auto settled = [](const std::multiset<double>& s) { return *std::next(s.begin()) < kSettled * *s.begin(); };
+  const auto compared = [&](Rounds& r, double ours, double others) {
+    stock_seconds.insert(seconds_of(*original_step));
+    our_seconds.insert(ours);
+    r = {std::min(r.base, ours), std::min(r.other, others), r.count + 1};
   };
   say("planning: memory of a step");
   Journal plain, journal, none;
@@ -267,9 +274,8 @@ void Planner::Impl::set_up() {
   });
   none.closed = true;
   const Measured m = metered(*original_step, none);
-  compared(1, base_once, seconds_of(*step));
+  compared(all_again, base_once, seconds_of(*step));
   original = {m.peak, m.kept, 0};
-  double all_seconds = 0, none_seconds = 0;  // of a step with everything made again, with nothing
   if (options.estimate) {
     double flops = 0, bytes = 0;
     for (const auto& v : plain.values)
@@ -279,7 +285,11 @@ void Planner::Impl::set_up() {
     base_seconds = std::max(3 * flops / kFlopsPerSecond + kPasses * bytes / kBytesPerSecond, 1e-9);
   } else {
     double spent = 0;
-    for (int i = 1; i < 30 && (i < 3 || spent * i / (i - 1) < kTimingSeconds); ++i) {
+    const auto more = [&](int i) {
+      return i < 2 || (i < 30 && spent * i / (i - 1) < kTimingSeconds) ||
+             (i < kMostUnsettled && !(settled(stock_seconds) && settled(our_seconds)));
+    };
+    for (int i = 1; more(i); ++i) {
       say(fmt::format("planning: timing step {}", i));
       const auto run = [&](TrainingStep& s) {
         s.run();
@@ -288,21 +298,14 @@ void Planner::Impl::set_up() {
       };
       write(base_again);
       const double ours = run(*step);
-      const int other = 1 + i % 2;
-      write(other == 1 ? all : std::vector<bool>(n));
+      const bool again = i % 2 == 0;
+      write(std::vector<bool>(n, again));
       const double others = run(*step);
       run(*original_step);
-      compared(other, ours, others);
+      compared(again ? all_again : none_again, ours, others);
     }
-    // The original's third and fourth call were still slower than later ones, by up to half where steps are short.
-    if (stock.size() > 5) {
-      stock.erase(stock.begin(), stock.begin() + 2);
-      for (size_t k = 0; k < 3; ++k) ratios[k].erase(ratios[k].begin(), ratios[k].begin() + (k == 0 ? 2 : 1));
-    }
-    original.seconds = median(stock);
-    base_seconds = median(ratios[0]) * original.seconds;
-    all_seconds = median(ratios[1]) * original.seconds;
-    none_seconds = median(ratios[2]) * original.seconds;
+    original.seconds = *stock_seconds.begin();
+    base_seconds = *our_seconds.begin();
   }
   original_step.reset();
 
@@ -385,9 +388,9 @@ void Planner::Impl::set_up() {
     for (const bool dear : {true, false}) {
       double sum = 0;
       for (size_t s = 0; s < n; ++s) sum += sites[s].dear == dear ? site_seconds[s] : 0;
-      const double difference = dear ? all_seconds - base_seconds : base_seconds - none_seconds;
-      const double spread =
-          kStepSpread * base_seconds * std::sqrt(2 / static_cast<double>(ratios[dear ? 1 : 2].size()));
+      const Rounds& r = dear ? all_again : none_again;
+      const double difference = dear ? r.other - r.base : r.base - r.other;
+      const double spread = kStepSpread * base_seconds * std::sqrt(2.0 / r.count);
       const double weight = 1 / (1 + std::pow(spread / (kSumSpread * sum), 2));
       const double factor = 1 + weight * (difference / sum - 1);
       for (size_t s = 0; s < n; ++s)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import allocator
 import conftest
 from command_line import fails, run
 from op_checks import live_bytes
@@ -122,6 +123,43 @@ def test_weights_are_not_kept_twice(tmp_path):
         grads.append([p.grad.clone() for p in m.parameters()])
     for g, h in zip(*grads):
         torch.testing.assert_close(h, g, rtol=2e-2, atol=2e-2 * float(g.abs().max()))
+
+
+def test_casts_of_weights_are_not_held_until_forward_ends(tmp_path):
+    """Autocast's cache would hold all of them, also those that backward makes again."""
+    _, model = rewritten(tmp_path, nn.Sequential(*(m for _ in range(16) for m in (nn.Linear(256, 256), nn.ReLU()))))
+    x = torch.randn(2, 256)
+    allocator.prepare(model)
+    for _ in range(3):
+        model(x).sum().backward()
+    casts = 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert allocator.most_held(lambda: model(x).sum().backward()) < 0.4 * casts
+
+
+def test_a_weight_that_is_used_again_is_cast_twice_at_most(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            for _ in range(10):
+                x = torch.relu(self.fc(x))
+            return x
+
+    stock, model = rewritten(tmp_path, Recurrent())
+    x = torch.randn(3, 64)
+    for _ in range(3):
+        model(x).sum().backward()
+    model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = model(x)
+    assert sum(e.name == "aten::_to_copy" for e in profile.events()) <= 4  # the input, the output, the weight
+    y.sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = stock(x)
+    z.float().sum().backward()
+    torch.testing.assert_close(model.fc.weight.grad, stock.fc.weight.grad, rtol=3e-2, atol=3e-2 * float(stock.fc.weight.grad.abs().max()))
 
 
 def test_an_exception_leaves_no_autocast_behind(original, tmp_path):
