@@ -382,8 +382,8 @@ Tensor multiply_again(std::vector<Tensor>& operands, const std::vector<bool>& sp
 }
 
 Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device) {
-  // Autocast's cache would hold the casts of all parameters until forward ends, which pays for those alone that are used
-  // again: then a graph has them already. Without a graph nothing tells, and it is as stock's.
+  // Autocast's cache would hold the casts of all parameters until forward ends, which pays for those alone that are
+  // used again: then a graph has them already. Without a graph nothing tells, and it is as stock's.
   const bool once = at::GradMode::is_enabled() && t.defined() && t.is_leaf() && t.requires_grad() &&
                     !torch::autograd::impl::try_get_grad_accumulator(t) && at::autocast::is_eligible(t, device);
   const Tensor cast = once ? t.to(to) : at::autocast::cached_cast(to, t, device);

@@ -248,14 +248,16 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
     second.act = {};
   }
 
-  const double count = static_cast<double>(a.outer * a.inner);
+  const double share = 1 / static_cast<double>(a.outer * a.inner);
+  A *weight_grad = want[1] ? grad_weight.mutable_data_ptr<A>() : nullptr,
+    *bias_grad = want[2] ? grad_bias.mutable_data_ptr<A>() : nullptr;
   auto finish = [&](int64_t c, double sum, double dot) {
     dot *= static_cast<double>(invstd[c]);
-    if (want[1]) grad_weight.mutable_data_ptr<A>()[c] = static_cast<A>(dot);
-    if (want[2]) grad_bias.mutable_data_ptr<A>()[c] = static_cast<A>(sum);
-    const double scale = static_cast<double>(coefficients.scale[c]);
-    tilt[c] = static_cast<A>(scale * static_cast<double>(invstd[c]) * dot / count);
-    level[c] = static_cast<A>(scale * sum / count);
+    if (weight_grad) weight_grad[c] = static_cast<A>(dot);
+    if (bias_grad) bias_grad[c] = static_cast<A>(sum);
+    const double scale = static_cast<double>(coefficients.scale[c]) * share;
+    tilt[c] = static_cast<A>(scale * static_cast<double>(invstd[c]) * dot);
+    level[c] = static_cast<A>(scale * sum);
   };
   if (m.by_channel || !sums) {
     m.parallel([&](int64_t, NormRange r) {

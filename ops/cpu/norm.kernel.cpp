@@ -194,12 +194,12 @@ void reduce(const NormArgs& a, NormRange r, double* sum, double* dot) {
   if constexpr (fusable<T>) {
     Scratch<double> sums(a.period), dots(a.period);
     const bool done = with_fused(a, [&](auto act) {
-      if (a.planar() && !a.from_mask && !a.grad_other)
-        fused_reduce_planar<T, true>(a, r, act, sum, dot);
-      else if (a.planar())
-        fused_reduce_planar<T, false>(a, r, act, sum, dot);
+      const bool plain = !a.from_mask && !a.grad_other;
+      if (a.planar())
+        plain ? fused_reduce_planar<T, true>(a, r, act, sum, dot) : fused_reduce_planar<T, false>(a, r, act, sum, dot);
       else
-        begin = fused_reduce_rows<T>(a, r, act, sums.data, dots.data);
+        begin = plain ? fused_reduce_rows<T, true>(a, r, act, sums.data, dots.data)
+                      : fused_reduce_rows<T, false>(a, r, act, sums.data, dots.data);
     });
     if (done && a.planar()) return;
     for (int64_t i = 0; i < a.period; i += a.channels)
@@ -270,10 +270,10 @@ void grad(const NormArgs& a, NormRange r) {
         fused_grad_planar<T, true>(a, r, act);
       else if (a.planar())
         fused_grad_planar<T, false>(a, r, act);
-      else if (a.tilt)
-        begin = fused_grad_rows<T, true>(a, r, act);
+      else if (a.from_mask)
+        begin = a.tilt ? fused_grad_rows<T, true, true>(a, r, act) : fused_grad_rows<T, false, true>(a, r, act);
       else
-        begin = fused_grad_rows<T, false>(a, r, act);
+        begin = a.tilt ? fused_grad_rows<T, true, false>(a, r, act) : fused_grad_rows<T, false, false>(a, r, act);
     });
     if (done && a.planar()) return;
   }

@@ -159,7 +159,7 @@ inline const float* floats(const void* p) { return static_cast<const float*>(p);
 // --- Planar: a row has one mean, scale, ... ---
 
 template <class T, class Fused>
-void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
+[[gnu::noinline]] void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
   const int64_t n = a.inner, mask_stride = (n + 7) / 8;
   for (int64_t o = r.o0; o < r.o1; ++o)
     for (int64_t c = r.c0; c < r.c1; ++c) {
@@ -209,7 +209,7 @@ inline __attribute__((always_inline)) Vec fused_grad_pre(const Fused& act, const
 // Mean and M2 of short rows: sums in lanes over several images, as a sum across lanes costs more than a row. They are
 // of x - shift, the mean of the first row and then the mean so far, so that nothing cancels in M2.
 template <class T>
-void fused_stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
+[[gnu::noinline]] void fused_stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2) {
   const int64_t channels = r.c1 - r.c0, n = a.inner, row_vectors = (n + kLanes - 1) / kLanes;
   Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes), shift(channels);
   const auto row_of = [&](int64_t o, int64_t c) {
@@ -260,7 +260,7 @@ void fused_stats_planar(const NormArgs& a, NormRange r, double* mean, double* m2
 
 // plain: neither from a mask nor to grad_other.
 template <class T, bool plain, class Fused>
-void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
+[[gnu::noinline]] void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double* sum, double* dot) {
   // Float sums of each channel, in lanes; they go to double before they are long.
   const int64_t channels = r.c1 - r.c0, n = a.inner, row_vectors = (n + kLanes - 1) / kLanes, mask_stride = (n + 7) / 8;
   Scratch<float> s_run(channels * kLanes), q_run(channels * kLanes);
@@ -331,7 +331,7 @@ void fused_reduce_planar(const NormArgs& a, NormRange r, const Fused act, double
 }
 
 template <class T, bool through_stats, class Fused>
-void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
+[[gnu::noinline]] void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
   const int64_t n = a.inner, mask_stride = (n + 7) / 8;
   for (int64_t o = r.o0; o < r.o1; ++o)
     for (int64_t c = r.c0; c < r.c1; ++c) {
@@ -363,6 +363,9 @@ void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
 
 constexpr int64_t kDeep = 4;  // periods that share one load of the coefficients
 
+// Of the next group: its rows are read in turns, a vector of each, which hardware does not foresee.
+inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p); }
+
 // f(first element, periods) for groups of at most kDeep whole periods; returns where the rest, less than a period,
 // begins.
 template <class F>
@@ -373,7 +376,7 @@ inline int64_t period_groups(const NormArgs& a, NormRange r, F f) {
 }
 
 template <class T, class Fused>
-int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
+[[gnu::noinline]] int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
     T* out = static_cast<T*>(a.out) + first;
@@ -382,6 +385,7 @@ int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
     for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       for (int64_t i = t; i < n; i += period) {
+        fetch(x + i + n);
         Vec p = (load_vec(x + i) - m) * s + b;
         if (z) p += load_vec(z + i);
         if (mask) {
@@ -394,9 +398,9 @@ int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
   });
 }
 
-// sums and dots: of each lane of the period.
-template <class T, class Fused>
-int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, double* sums, double* dots_) {
+// sums and dots: of each lane of the period. plain: as above.
+template <class T, bool plain, class Fused>
+[[gnu::noinline]] int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, double* sums, double* dots_) {
   Scratch<float> s_run(a.period), q_run(a.period);
   int64_t summed = 0;
   const auto flush = [&] {
@@ -408,13 +412,14 @@ int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, doubl
   };
   const int64_t rest = period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
-    T* z = a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
+    T* z = !plain && a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
     const int64_t period = a.period, n = periods * period;
-    const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
+    const uint8_t* mask = !plain && a.from_mask ? a.mask + first / 8 : nullptr;
     for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
       for (int64_t i = t; i < n; i += period) {
+        fetch(x + i + n), fetch(g + i + n);
         const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i));
         if (z) store_vec(gp, z + i);
         sum += gp;
@@ -429,19 +434,20 @@ int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, doubl
   return rest;
 }
 
-template <class T, bool through_stats, class Fused>
-int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
+template <class T, bool through_stats, bool masked, class Fused>
+[[gnu::noinline]] int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
   return period_groups(a, r, [&](int64_t first, int64_t periods) {
     const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
     T* out = static_cast<T*>(a.out) + first;
     const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
-    const uint8_t* mask = a.from_mask ? a.mask + first / 8 : nullptr;
+    const uint8_t* mask = masked ? a.mask + first / 8 : nullptr;
     for (int64_t t = 0; t < period; t += kLanes) {
       const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
       const Vec slope = load_vec(floats(a.slope) + t);
       Vec tilt = {}, level = {};
       if (through_stats) tilt = load_vec(floats(a.tilt) + t), level = load_vec(floats(a.level) + t);
       for (int64_t i = t; i < n; i += period) {
+        fetch(x + i + n), fetch(g + i + n);
         const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
         store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
       }
