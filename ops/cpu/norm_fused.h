@@ -400,7 +400,8 @@ template <class T, class Fused>
 
 // sums and dots: of each lane of the period. plain: as above.
 template <class T, bool plain, class Fused>
-[[gnu::noinline]] int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, double* sums, double* dots_) {
+[[gnu::noinline]] int64_t fused_reduce_rows(const NormArgs& a, NormRange r, const Fused act, double* sums,
+                                            double* dots_) {
   Scratch<float> s_run(a.period), q_run(a.period);
   int64_t summed = 0;
   const auto flush = [&] {
