@@ -134,7 +134,8 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   for (int d = 0; usable && d < 2; ++d) {
     pool.out_size.push_back(
         pooled(input.size(2 + d), pool.kernel[d], pool.stride[d], pool.padding[d], pool.dilation[d], ceil_mode));
-    usable = pool.out_size[d] > 0;
+    // Of a window with no tap inside the map, in padding and wider apart than the map, there is no position.
+    usable = pool.out_size[d] > 0 && (pool.padding[d] == 0 || pool.dilation[d] <= input.size(2 + d));
   }
   // With given statistics and a frozen weight even the norm's input need not be kept: bits and positions do.
   if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {

@@ -90,6 +90,53 @@ inline void take(const A* from, int64_t stride, A* best, I* tap, I t, int64_t n)
     take_row<A, I, 0>(from, stride, best, tap, t, n);
 }
 
+// Vectors are passed between inlined functions only, so no calling convention is at stake.
+#pragma GCC diagnostic ignored "-Wpsabi"
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecIndex __attribute__((vector_size(64)));
+constexpr int64_t kVec = 16;
+
+// Elements 0, step, 2 step, ... of x, step 1 or 2.
+template <int64_t step>
+inline __attribute__((always_inline)) Vec load_step(const float* x) {
+  Vec low, high;
+  std::memcpy(&low, x, sizeof(Vec));
+  if (step == 1) return low;
+  std::memcpy(&high, x + kVec - 1, sizeof(Vec));  // its last lane is the last that is needed
+#if defined(__AVX512F__)
+  const VecIndex even = {0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31};
+  return reinterpret_cast<Vec>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512i>(even),
+                                                      reinterpret_cast<__m512>(high)));
+#else
+  Vec v;
+  for (int64_t i = 0; i < kVec / 2; ++i) v[i] = low[2 * i], v[kVec / 2 + i] = high[2 * i + 1];
+  return v;
+#endif
+}
+
+// take() of a window's taps for `n` >= kVec windows in a row that lie inside the map at all columns: the winners so far
+// stay in registers. lines: input rows `first` to `last` - 1 of the windows, each from the first window's first tap.
+template <int64_t step>
+inline void take_windows(const float* const* lines, int64_t first, int64_t last, int64_t columns, int64_t dilation,
+                         float* best, int32_t* tap, int64_t n) {
+  const auto start = static_cast<int32_t>(first * columns);
+  for (int64_t at = 0; at < n; at += kVec) {
+    const int64_t i = at + kVec <= n ? at : n - kVec;
+    Vec most = Vec{} - __builtin_inff();
+    VecIndex where = VecIndex{} + start;
+    int32_t t = start;
+    for (int64_t h = first; h < last; ++h)
+      for (int64_t w = 0; w < columns; ++w, ++t) {
+        const Vec v = load_step<step>(lines[h] + i * step + w * dilation);
+        const VecIndex wins = (v > most) | (v != v);
+        most = wins ? v : most;
+        where = wins ? VecIndex{} + t : where;
+      }
+    std::memcpy(best + i, &most, sizeof(Vec));
+    std::memcpy(tap + i, &where, sizeof(VecIndex));
+  }
+}
+
 template <class T>
 void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   using A = compute_t<T>;
@@ -102,6 +149,13 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   const int64_t rows = band_rows(row, a.rows ? 65536 : 8192, reach), block = (rows - reach) / a.stride[0] + 1;
   Scratch<A> band(at_most(rows, a.height) * row), best(out_row);
   Scratch<I> tap(out_row);
+  Scratch<const A*> lines(a.kernel[0]);
+  // Windows [in0, in1) of a row lie inside the map at all columns.
+  const int64_t in0 = ceil_div(a.padding[1], a.stride[1]),
+                in1 =
+                    at_most(a.out_width,
+                            floor_div(a.width - 1 - (a.kernel[1] - 1) * a.dilation[1] + a.padding[1], a.stride[1]) + 1);
+  const bool vectors = !a.rows && in1 - in0 >= kVec && (a.stride[1] == 1 || a.stride[1] == 2);
   Buffers<A> b;
   for (int64_t p = p0; p < p1; ++p)
     for (int64_t oh0 = 0; oh0 < a.out_height; oh0 += block) {
@@ -131,6 +185,20 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
           else
             tap[ow] = t;
         }
+        bool inner = false;
+        if constexpr (std::is_same_v<A, float>)
+          if (vectors) {
+            int64_t last_h = first_h;
+            for (; last_h < a.kernel[0] && top + last_h * a.dilation[0] < a.height; ++last_h)
+              lines[last_h] = band.data + (top + last_h * a.dilation[0] - h0) * row + in0 * a.stride[1] - a.padding[1];
+            inner = last_h > first_h;
+            if (inner && a.stride[1] == 1)
+              take_windows<1>(lines.data, first_h, last_h, a.kernel[1], a.dilation[1], best.data + in0, tap.data + in0,
+                              in1 - in0);
+            else if (inner)
+              take_windows<2>(lines.data, first_h, last_h, a.kernel[1], a.dilation[1], best.data + in0, tap.data + in0,
+                              in1 - in0);
+          }
         for (int64_t kh = first_h; kh < a.kernel[0]; ++kh) {
           const int64_t h = top + kh * a.dilation[0];
           if (h >= a.height) break;
@@ -140,11 +208,18 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
             const I t = static_cast<I>(kh * a.kernel[1] + kw);
             const int64_t w0 = at_least(0, ceil_div(-shift, a.stride[1]));
             const int64_t w1 = at_most(a.out_width, floor_div(a.width - 1 - shift, a.stride[1]) + 1);
+            const auto some = [&](int64_t from, int64_t to) {
+              if (to > from)
+                take(line + from * a.stride[1] + shift, a.stride[1], best.data + from, tap.data + from, t, to - from);
+            };
             if (a.rows) {
               for (int64_t ow = w0; ow < w1; ++ow)
                 take(line + (ow * a.stride[1] + shift) * C, 1, best.data + ow * C, tap.data + ow * C, t, C);
-            } else if (w1 > w0) {
-              take(line + w0 * a.stride[1] + shift, a.stride[1], best.data + w0, tap.data + w0, t, w1 - w0);
+            } else if (inner) {
+              some(w0, at_most(w1, in0));
+              some(at_least(w0, in1), w1);
+            } else {
+              some(w0, w1);
             }
           }
         }
@@ -183,25 +258,38 @@ void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, dou
   alignas(64) A g[kChunk];
   Scratch<A> s(lanes), q(lanes);
   const A* mean = static_cast<const A*>(norm.mean);
+  // Common maps in vectors: indices of 32 bits.
+  const int64_t window = a.kernel[0] * a.kernel[1];
+  const bool vectors = !a.rows && a.position_bytes == 1 && a.height * a.width < (int64_t{1} << 30);
+  Scratch<int32_t> near(window);
+  for (int64_t t = 0; vectors && t < window; ++t) near[t] = static_cast<int32_t>(taps.h[t] * a.width + taps.w[t]);
   // Takes the inputs that won for outputs [at, at + n), which are of channels c, c + 1, ... (rows) or of channel c.
   auto chunk = [&](int64_t p, int64_t at, int64_t n, int64_t c) {
     const int64_t pixel = at / lanes - p * a.out_height * a.out_width;
     int64_t oh = pixel / a.out_width, ow = pixel % a.out_width;
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; vectors && i < n; ow = 0, ++oh) {
+      const T* plane = x + p * a.height * a.width;
+      const uint8_t* won = static_cast<const uint8_t*>(a.positions) + at + i;
+      const int64_t top = oh * a.stride[0] - a.padding[0], left = ow * a.stride[1] - a.padding[1];
+      const auto corner = static_cast<int32_t>(top * a.width + left), step = static_cast<int32_t>(a.stride[1]),
+                 some = static_cast<int32_t>(at_most(n - i, a.out_width - ow));
+      const int32_t* __restrict taps_at = near.data;
+      T* __restrict to = taken + i;
+      for (int32_t j = 0; j < some; ++j) to[j] = plane[corner + j * step + taps_at[won[j]]];
+      i += some;
+    }
+    for (int64_t i = 0; !vectors && i < n; ++i) {
       const int64_t t = read_position(a, at + i);
       const int64_t h = oh * a.stride[0] - a.padding[0] + taps.h[t], w = ow * a.stride[1] - a.padding[1] + taps.w[t];
       if (!a.rows && ++ow == a.out_width) ow = 0, ++oh;
-      const bool inside = h < a.height && w < a.width;  // a window may lie outside with all its taps
-      const int64_t from = (p * a.height + (inside ? h : 0)) * a.width + (inside ? w : 0);
+      const int64_t from = (p * a.height + h) * a.width + w;
       taken[i] = x[a.rows ? from * C + c + i : from];
-      b.flags[i] = inside;
     }
     const A* values = load(taken, b.x, n);
-    const A* out_grad = load(grad + at, b.g, n);
-    for (int64_t i = 0; i < n; ++i) g[i] = b.flags[i] ? out_grad[i] : A(0);
+    const A* out_grad = load(grad + at, g, n);
     const Chunk k{0, n, a.rows ? c : 0, 1, n, 0, 0, 0};
     affine(norm, NormRange{0, 1, a.rows ? 0 : c, c + 1}, k, values, b.pre, a.rows);
-    act_backward(b.pre, g, g, n, norm.act);
+    act_backward(b.pre, out_grad, g, n, norm.act);
     if (!a.rows) {
       dots(g, values, n, mean[c], &sum[c], &dot[c]);
       return;

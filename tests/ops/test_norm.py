@@ -463,6 +463,39 @@ def test_max_pool_ties_nan_and_big_maps(ops):
     same(case.run(ours), case.run(theirs))
 
 
+def test_max_pool_with_windows_outside_the_map(ops):
+    """All taps in padding: stock's output is -inf there, and nothing can be made again from a position."""
+    for pool, shape in [(((2, 2), (1, 1), (1, 0), (3, 1), False), (2, 3, 2, 400)), (((2, 2), (1, 1), (1, 1), (1, 5), False), (2, 3, 16, 4))]:
+        ours, theirs = pooled(ops, "relu", True, pool)
+        x = Case(shape).x
+        assert torch.equal(ours(x, None, None, None, None, None), theirs(x, None, None, None, None, None))
+        leaf = x.clone().requires_grad_()
+        kernel, stride, padding, dilation, ceil = pool
+        made = ops.batch_norm_act_max_pool2d(leaf, None, None, None, None, True, 0.1, 1e-5, True, "relu", [], kernel, stride, padding, dilation, ceil, 1)
+        factor = torch.ones_like(made).requires_grad_()
+        (kept_or_made,) = torch.autograd.grad(ops.mul(made, factor, 0).sum(), factor)
+        same([kept_or_made], [theirs(x, None, None, None, None, None)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+def test_max_pool_of_rows_that_fill_vectors(ops, pool, dtype):
+    """Ties, NaN and infinities fall on other lanes with every width; a wrong winner shows in the input's gradient."""
+    for width, height in itertools.product([34, 41, 70, 131], [7, 20]):
+        if height < pool[0][0]:
+            continue
+        ours, theirs = pooled(ops, "relu", False, pool)
+        case = Case((2, 3, height, width), CONTIGUOUS, dtype, affine=False, stats=False)
+        case.x = (case.x * 2).round() / 2
+        case.m, case.v = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        for i, value in enumerate([float("nan"), float("inf"), -float("inf")]):
+            case.x[1, i, 2:5, 3 :: 7 + i] = value
+        (a, dx), (b, want) = ([case.run(f)[i] for i in (0, 1)] for f in (ours, theirs))
+        same([a], [b], *((1e-6, 1e-6) if dtype == torch.float32 else (1e-2, 1e-2)))
+        finite = case.x.isfinite()
+        assert torch.equal(dx[finite] != 0, want[finite] != 0)
+
+
 def test_max_pool_keeps_a_byte_a_position(ops):
     y = torch.randn(2, 4, 32, 32, requires_grad=True) * 1
     own = y.untyped_storage().data_ptr()
