@@ -169,3 +169,14 @@ def test_freeze_and_optimize_for_inference(tmp_path, ops):
         for _ in range(3):
             with torch.no_grad():
                 torch.testing.assert_close(frozen(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_with_many_values_of_one_name(tmp_path, ops):
+    """They get names of their own, as LibTorch takes quadratic time to number them; what is computed stays."""
+    path, new = tmp_path / "deep.pt", tmp_path / "new.pt"
+    torch.jit.script(nn.Sequential(*(m for _ in range(110) for m in (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())))).save(str(path))
+    subprocess.run([TSMEM, "rewrite", str(path), "-o", str(new)], check=True, capture_output=True)
+    a, b = (torch.jit.load(str(p)).double().train() for p in (path, new))
+    assert "bn_training_105" in b.code
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(b(x), a(x), rtol=1e-9, atol=1e-9)
