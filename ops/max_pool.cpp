@@ -131,7 +131,8 @@ Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArra
   const auto axes =
       make_axes(space, {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()});
   const auto format = format_for(channels_last, grad.dim());
-  const Tensor dense = contiguous_in(grad, format);
+  // A hook on saved tensors may have given the positions another layout.
+  const Tensor dense = contiguous_in(grad, format), positions = contiguous_in(position, format);
   Tensor out = empty_in(with_space(grad, space), format, grad.options());
   if (out.numel() == 0) return out;
   const PoolArgs args = kernel_args(axes, grad.sizes(), grad.scalar_type(), position.element_size(), channels_last);
@@ -143,7 +144,7 @@ Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArra
   const int64_t units = channels_last ? batch * blocks : batch * channels;
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, out.numel() / units));
   const void* from = dense.const_data_ptr();
-  const void* where = position.const_data_ptr();
+  const void* where = positions.const_data_ptr();
   void* to = out.mutable_data_ptr();
   at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
     pool_kernels().backward(args, blocks, from, where, to, begin, end);
@@ -189,7 +190,10 @@ Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntAr
   for (size_t i = axes.size(); i-- > 0;) {
     std::vector<int64_t> shape(axes.size(), 1);
     shape[i] = static_cast<int64_t>(axes[i].start.size());
-    const Tensor start = at::tensor(axes[i].start, at::kLong).to(grad.device()).view(shape);
+    // On the device: a copy from here would wait for it.
+    const Tensor place = at::arange(shape[i], rest.options()).view(shape);
+    const Tensor start = w.kernel.empty() ? (place * space[i]).floor_divide(shape[i])
+                                          : place * axes[i].stride - w.padding[i];
     const Tensor k = rest.remainder(axes[i].window);
     index = index + (start + k * axes[i].dilation) * step;
     rest = rest.floor_divide(axes[i].window);

@@ -123,7 +123,12 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
                 scale.dim() <= activated.dim() && activated.numel() > 0 && !s.input.is_same(activated);
   for (int64_t d = 1; usable && d <= scale.dim(); ++d)
     usable = scale.size(-d) == 1 || scale.size(-d) == activated.size(-d);
-  if (usable && s.mean) usable = activated.dim() >= 2 && s.invstd && s.mean->numel() == activated.size(1);
+  if (usable && s.mean) {
+    usable = activated.dim() >= 2 && s.invstd;
+    for (const OptTensor* t : {&s.weight, &s.bias, &s.mean, &s.invstd})
+      usable = usable && (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) &&
+                                  (*t)->device() == activated.device()));
+  }
   if (!usable) return at::mul(activated, scale);
   const Tensor out =
       MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));

@@ -381,12 +381,20 @@ Tensor multiply_again(std::vector<Tensor>& operands, const std::vector<bool>& sp
   return may_overwrite_first(operands, spare) ? operands[0].mul_(operands[1]) : at::mul(operands[0], operands[1]);
 }
 
+// Whether a graph has the leaf already, that of this forward as a rule.
+static bool in_a_graph(const Tensor& leaf) {
+  std::lock_guard<std::mutex> lock(torch::autograd::impl::get_autograd_meta(leaf)->mutex_);
+  return torch::autograd::impl::try_get_grad_accumulator(leaf) != nullptr;
+}
+
 Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device) {
   // Autocast's cache would hold the casts of all parameters until forward ends, which pays for those alone that are
   // used again: then a graph has them already. Without a graph nothing tells, and it is as stock's.
-  const bool once = at::GradMode::is_enabled() && t.defined() && t.is_leaf() && t.requires_grad() &&
-                    !torch::autograd::impl::try_get_grad_accumulator(t) && at::autocast::is_eligible(t, device);
-  const Tensor cast = once ? t.to(to) : at::autocast::cached_cast(to, t, device);
+  const bool recorded = at::GradMode::is_enabled() && t.defined() && t.requires_grad();
+  const bool once = recorded && t.is_leaf() && at::autocast::is_eligible(t, device) && !in_a_graph(t);
+  Tensor cast = once ? t.to(to) : at::autocast::cached_cast(to, t, device);
+  // The cache may have it from where nothing was recorded.
+  if (recorded && !cast.requires_grad()) cast = t.to(to);
   if (!cast.is_same(t) && t.is_leaf())
     offer(cast, {t}, [to](std::vector<Tensor>& from, const std::vector<bool>&) { return from[0].to(to); });
   return cast;

@@ -162,6 +162,26 @@ def test_a_weight_that_is_used_again_is_cast_twice_at_most(tmp_path):
     torch.testing.assert_close(model.fc.weight.grad, stock.fc.weight.grad, rtol=3e-2, atol=3e-2 * float(stock.fc.weight.grad.abs().max()))
 
 
+def test_a_cast_from_a_part_without_gradients_is_not_taken(tmp_path):
+    """Under one autocast: what validation left in its cache has no graph."""
+    path, new = tmp_path / "net.pt", tmp_path / "new.pt"
+    torch.jit.script(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))).save(str(path))
+    assert run("rewrite", path, "-o", new).returncode == 0
+    x = torch.randn(3, 2, 4, 8, 8)
+    grads = []
+    for p in (path, new):
+        model = torch.jit.load(str(p)).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = model(x[0])
+            with torch.no_grad():
+                model(x[1])
+            last = model(x[2])
+        (first.float().sum() + 3 * last.float().sum()).backward()
+        grads.append([q.grad.clone() for q in model.parameters()])
+    for g, h in zip(*grads):
+        torch.testing.assert_close(h, g, rtol=2e-2, atol=2e-2 * float(g.abs().max()))
+
+
 def test_an_exception_leaves_no_autocast_behind(original, tmp_path):
     new = tmp_path / "new.pt"
     assert run("rewrite", original, "-o", new, "--amp", "bf16").returncode == 0

@@ -13,8 +13,12 @@ int64_t graph_offset(const at::Tensor& x) {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) return -1;
   at::Generator generator = at::globalContext().defaultGenerator(x.device());
   std::lock_guard<std::mutex> lock(generator.mutex());
-  // Draws nothing: moves the counter by 0.
-  return static_cast<int64_t>(generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(0).offset_intragraph_);
+  try {
+    // Draws nothing: moves the counter by 0.
+    return static_cast<int64_t>(generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(0).offset_intragraph_);
+  } catch (const c10::Error&) {
+    return 0;  // a generator that the graph does not know: nothing can draw from it
+  }
 }
 
 }  // namespace

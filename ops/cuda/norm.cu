@@ -234,13 +234,17 @@ __device__ inline void apply_octet(const NormArgs& a, int64_t e, int hi, const C
   store_octet(pre, static_cast<T*>(a.out) + e, a.aligned, 0, hi);
 }
 
-// x and the gradient of the pre-activation of elements [lo, hi) of the eight from e on; 0 elsewhere.
+// x and the gradient of the pre-activation of elements [lo, hi) of the eight from e on; elsewhere the mean, where no
+// activation's derivative is NaN, and 0.
 template <class T, class A>
 __device__ inline void grad_octet(const NormArgs& a, int64_t e, int lo, int hi, bool aligned, const Channel<A> (&ch)[8],
                                   A (&x)[8], A (&g)[8]) {
   load_octet(static_cast<const T*>(a.grad) + e, aligned, lo, hi, A(0), g);
   if (a.x) {
     load_octet(static_cast<const T*>(a.x) + e, aligned, lo, hi, A(0), x);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (k < lo || k >= hi) x[k] = ch[k].mean;
   } else {
 #pragma unroll
     for (int k = 0; k < 8; ++k) x[k] = 0;

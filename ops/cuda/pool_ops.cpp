@@ -65,7 +65,8 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& position, IntArrayRef
                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
   const OnDevice on(grad);
   const auto format = format_for(channels_last, grad.dim());
-  const Tensor dense = contiguous_in(grad, format);
+  // A hook on saved tensors may have given the positions another layout.
+  const Tensor dense = contiguous_in(grad, format), positions = contiguous_in(position, format);
   Tensor out = empty_in(with_space(grad, space), format, grad.options());
   if (out.numel() == 0) return out;
   if (grad.numel() == 0) return out.zero_();
@@ -73,7 +74,7 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& position, IntArrayRef
   a.position_bytes = static_cast<int32_t>(position.element_size());
   a.norm.aligned = aligned({dense, out});
   a.grad = read(dense);
-  a.positions = const_cast<void*>(read(position));
+  a.positions = const_cast<void*>(read(positions));
   a.out = write(out);
   prepare(a, /*of_outputs=*/false);
   pool_backward(a, on.stream);

@@ -174,3 +174,14 @@ def test_other_inputs_take_stock():
     assert_equal([torch.vmap(ours)(x)], [torch.vmap(stock)(x)])
     integers = torch.randint(0, 9, (2, 3, 8, 8))
     assert torch.equal(ours(integers), stock(integers))
+
+
+@pytest.mark.parametrize("d", (1, 2, 3))
+def test_positions_may_come_back_in_another_layout(d):
+    """As torch.autograd.graph.save_on_cpu(pin_memory=True) gives them back."""
+    ours, stock = pair(d, 3, 2, 1, 1, False)
+    x = channels_last(torch.randn(2, 16, *(9, 8, 7)[:d])).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t):
+        y = ours(x)
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(stock(x).square().sum(), x)[0])
