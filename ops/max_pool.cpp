@@ -192,8 +192,8 @@ Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntAr
     shape[i] = static_cast<int64_t>(axes[i].start.size());
     // On the device: a copy from here would wait for it.
     const Tensor place = at::arange(shape[i], rest.options()).view(shape);
-    const Tensor start = w.kernel.empty() ? (place * space[i]).floor_divide(shape[i])
-                                          : place * axes[i].stride - w.padding[i];
+    const Tensor start =
+        w.kernel.empty() ? (place * space[i]).floor_divide(shape[i]) : place * axes[i].stride - w.padding[i];
     const Tensor k = rest.remainder(axes[i].window);
     index = index + (start + k * axes[i].dilation) * step;
     rest = rest.floor_divide(axes[i].window);
