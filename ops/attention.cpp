@@ -167,13 +167,16 @@ struct Matmul : torch::autograd::Function<Matmul> {
     const Kept kept(ctx);
     const auto a_sizes = ctx->saved_data["a"].toIntVector(), b_sizes = ctx->saved_data["b"].toIntVector();
     std::vector<Tensor> g(2);
+    // A factor that is made again is copied here: its transpose's copy would be another operand, and some processors'
+    // products then round differently from stock's.
     if (ctx->needs_input_grad(1)) {
-      const Tensor a = kept[0];
+      const Tensor a = copied_by_stock(kept[0], b_sizes.size() == 2);
       g[1] = b_sizes.size() == 2
                  ? a.reshape({-1, a.size(-1)}).t().mm(grad.reshape({-1, grad.size(-1)}))  // not one product an image
                  : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
     }
-    if (ctx->needs_input_grad(0)) g[0] = product(grad, kept[1].transpose(-2, -1)).sum_to_size(a_sizes);
+    if (ctx->needs_input_grad(0))
+      g[0] = product(grad, copied_by_stock(kept[1], false).transpose(-2, -1)).sum_to_size(a_sizes);
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "matmul", grad);
     return g;
   }

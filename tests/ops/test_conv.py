@@ -157,10 +157,13 @@ def test_autocast_convolution():
                          run(lambda *i: getattr(torch.ops.aten._convolution, which)(*i, *args, *rest), *inputs))
 
 
-def test_autocast_shares_the_cast_weight():
+def test_autocast_shares_the_cast_of_a_weight_that_is_used_again():
+    """The first use's is let go: no cache holds it for others."""
     x, w = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
+        first = torch.ops.tsmem.conv2d(x, w)
         kept, _ = saved(lambda: (torch.ops.tsmem.conv2d(x, w), torch.ops.aten.conv2d(x, w)))
+    assert first.dtype == torch.bfloat16
     assert len([t for t in kept if t.shape == w.shape and t.dtype == torch.bfloat16]) == 1
 
 
