@@ -126,8 +126,9 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
   if (usable && s.mean) {
     usable = activated.dim() >= 2 && s.invstd;
     for (const OptTensor* t : {&s.weight, &s.bias, &s.mean, &s.invstd})
-      usable = usable && (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) &&
-                                  (*t)->device() == activated.device()));
+      usable =
+          usable &&
+          (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) && (*t)->device() == activated.device()));
   }
   if (!usable) return at::mul(activated, scale);
   const Tensor out =

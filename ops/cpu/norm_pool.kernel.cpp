@@ -1,5 +1,6 @@
 #include "cpu/norm.h"
 #include "cpu/norm_chunks.h"
+#include "cpu/norm_fused.h"
 
 namespace tsmem::TSMEM_ISA {
 namespace {
@@ -90,50 +91,44 @@ inline void take(const A* from, int64_t stride, A* best, I* tap, I t, int64_t n)
     take_row<A, I, 0>(from, stride, best, tap, t, n);
 }
 
-// Vectors are passed between inlined functions only, so no calling convention is at stake.
-#pragma GCC diagnostic ignored "-Wpsabi"
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecIndex __attribute__((vector_size(64)));
-constexpr int64_t kVec = 16;
-
 // Elements 0, step, 2 step, ... of x, step 1 or 2.
 template <int64_t step>
 inline __attribute__((always_inline)) Vec load_step(const float* x) {
-  Vec low, high;
-  std::memcpy(&low, x, sizeof(Vec));
+  const Vec low = load_vec(x);
   if (step == 1) return low;
-  std::memcpy(&high, x + kVec - 1, sizeof(Vec));  // its last lane is the last that is needed
+  const Vec high = load_vec(x + kLanes - 1);  // its last lane is the last that is needed
 #if defined(__AVX512F__)
-  const VecIndex even = {0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31};
+  const VecBits even = {0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31};
   return reinterpret_cast<Vec>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512i>(even),
                                                       reinterpret_cast<__m512>(high)));
 #else
   Vec v;
-  for (int64_t i = 0; i < kVec / 2; ++i) v[i] = low[2 * i], v[kVec / 2 + i] = high[2 * i + 1];
+  for (int64_t i = 0; i < kLanes / 2; ++i) v[i] = low[2 * i], v[kLanes / 2 + i] = high[2 * i + 1];
   return v;
 #endif
 }
 
-// take() of a window's taps for `n` >= kVec windows in a row that lie inside the map at all columns: the winners so far
-// stay in registers. lines: input rows `first` to `last` - 1 of the windows, each from the first window's first tap.
+// take() of a window's taps for `n` >= kLanes windows in a row that lie inside the map at all columns: the winners so
+// far stay in registers. lines: input rows `first` to `last` - 1 of the windows, each from the first window's first
+// tap.
 template <int64_t step>
 inline void take_windows(const float* const* lines, int64_t first, int64_t last, int64_t columns, int64_t dilation,
                          float* best, int32_t* tap, int64_t n) {
   const auto start = static_cast<int32_t>(first * columns);
-  for (int64_t at = 0; at < n; at += kVec) {
-    const int64_t i = at + kVec <= n ? at : n - kVec;
-    Vec most = Vec{} - __builtin_inff();
-    VecIndex where = VecIndex{} + start;
+  for (int64_t at = 0; at < n; at += kLanes) {
+    const int64_t i = at + kLanes <= n ? at : n - kLanes;
+    Vec most = all(-__builtin_inff());
+    VecBits where = VecBits{} + start;
     int32_t t = start;
     for (int64_t h = first; h < last; ++h)
       for (int64_t w = 0; w < columns; ++w, ++t) {
         const Vec v = load_step<step>(lines[h] + i * step + w * dilation);
-        const VecIndex wins = (v > most) | (v != v);
+        const VecBits wins = (v > most) | (v != v);
         most = wins ? v : most;
-        where = wins ? VecIndex{} + t : where;
+        where = wins ? VecBits{} + t : where;
       }
-    std::memcpy(best + i, &most, sizeof(Vec));
-    std::memcpy(tap + i, &where, sizeof(VecIndex));
+    store_vec(most, best + i);
+    std::memcpy(tap + i, &where, sizeof(VecBits));
   }
 }
 
@@ -155,7 +150,7 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
                 in1 =
                     at_most(a.out_width,
                             floor_div(a.width - 1 - (a.kernel[1] - 1) * a.dilation[1] + a.padding[1], a.stride[1]) + 1);
-  const bool vectors = !a.rows && in1 - in0 >= kVec && (a.stride[1] == 1 || a.stride[1] == 2);
+  const bool vectors = !a.rows && in1 - in0 >= kLanes && (a.stride[1] == 1 || a.stride[1] == 2);
   Buffers<A> b;
   for (int64_t p = p0; p < p1; ++p)
     for (int64_t oh0 = 0; oh0 < a.out_height; oh0 += block) {
