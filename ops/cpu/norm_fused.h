@@ -366,36 +366,42 @@ constexpr int64_t kDeep = 4;  // periods that share one load of the coefficients
 // Of the next group: its rows are read in turns, a vector of each, which hardware does not foresee.
 inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p); }
 
-// f(first element, periods) for groups of at most kDeep whole periods; returns where the rest, less than a period,
-// begins.
+// f(first element, periods) for groups of at most kDeep whole periods, or one by one where a period fills a page: rows
+// at its distance fall into one set of the L1 cache. Returns where the rest, less than a period, begins.
 template <class F>
 inline int64_t period_groups(const NormArgs& a, NormRange r, F f) {
   const int64_t begin = r.o0 * a.channels, periods = (r.o1 - r.o0) * a.channels / a.period;
-  for (int64_t p = 0; p < periods; p += kDeep) f(begin + p * a.period, periods - p < kDeep ? periods - p : kDeep);
+  if (a.period >= 1024)
+    for (int64_t p = 0; p < periods; ++p) f(begin + p * a.period, std::integral_constant<int64_t, 1>());
+  else
+    for (int64_t p = 0; p < periods; p += kDeep) f(begin + p * a.period, periods - p < kDeep ? periods - p : kDeep);
   return begin + periods * a.period;
 }
 
 template <class T, class Fused>
 [[gnu::noinline]] int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
-  return period_groups(a, r, [&](int64_t first, int64_t periods) {
-    const T *x = static_cast<const T*>(a.x) + first, *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
-    T* out = static_cast<T*>(a.out) + first;
-    const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
-    uint8_t* mask = a.mask ? a.mask + first / 8 : nullptr;
-    for (int64_t t = 0; t < period; t += kLanes) {
-      const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
-      for (int64_t i = t; i < n; i += period) {
-        fetch(x + i + n);
-        Vec p = (load_vec(x + i) - m) * s + b;
-        if (z) p += load_vec(z + i);
-        if (mask) {
-          const uint32_t bits = pack_lanes(act.flags(p));
-          std::memcpy(mask + i / 8, &bits, 2);
+  return period_groups(
+      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+        const T *x = static_cast<const T*>(a.x) + first,
+                *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
+        T* out = static_cast<T*>(a.out) + first;
+        const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
+        uint8_t* mask = a.mask ? a.mask + first / 8 : nullptr;
+        for (int64_t t = 0; t < period; t += kLanes) {
+          const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
+                    b = load_vec(floats(a.bias) + t);
+          for (int64_t i = t; i < n; i += period) {
+            fetch(x + i + n);
+            Vec p = (load_vec(x + i) - m) * s + b;
+            if (z) p += load_vec(z + i);
+            if (mask) {
+              const uint32_t bits = pack_lanes(act.flags(p));
+              std::memcpy(mask + i / 8, &bits, 2);
+            }
+            store_vec(act.forward(p), out + i);
+          }
         }
-        store_vec(act.forward(p), out + i);
-      }
-    }
-  });
+      });
 }
 
 // sums and dots: of each lane of the period. plain: as above.
@@ -411,49 +417,53 @@ template <class T, bool plain, class Fused>
     }
     summed = 0;
   };
-  const int64_t rest = period_groups(a, r, [&](int64_t first, int64_t periods) {
-    const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
-    T* z = !plain && a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
-    const int64_t period = a.period, n = periods * period;
-    const uint8_t* mask = !plain && a.from_mask ? a.mask + first / 8 : nullptr;
-    for (int64_t t = 0; t < period; t += kLanes) {
-      const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
-      Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
-      for (int64_t i = t; i < n; i += period) {
-        fetch(x + i + n), fetch(g + i + n);
-        const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i));
-        if (z) store_vec(gp, z + i);
-        sum += gp;
-        dot += gp * d;
-      }
-      store_vec(sum, s_run.data + t);
-      store_vec(dot, q_run.data + t);
-    }
-    if ((summed += periods) >= kRowsPerFlush) flush();
-  });
+  const int64_t rest = period_groups(
+      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+        const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
+        T* z = !plain && a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
+        const int64_t period = a.period, n = periods * period;
+        const uint8_t* mask = !plain && a.from_mask ? a.mask + first / 8 : nullptr;
+        for (int64_t t = 0; t < period; t += kLanes) {
+          const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
+                    b = load_vec(floats(a.bias) + t);
+          Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
+          for (int64_t i = t; i < n; i += period) {
+            fetch(x + i + n), fetch(g + i + n);
+            const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i));
+            if (z) store_vec(gp, z + i);
+            sum += gp;
+            dot += gp * d;
+          }
+          store_vec(sum, s_run.data + t);
+          store_vec(dot, q_run.data + t);
+        }
+        if ((summed += periods) >= kRowsPerFlush) flush();
+      });
   flush();
   return rest;
 }
 
 template <class T, bool through_stats, bool masked, class Fused>
 [[gnu::noinline]] int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
-  return period_groups(a, r, [&](int64_t first, int64_t periods) {
-    const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
-    T* out = static_cast<T*>(a.out) + first;
-    const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
-    const uint8_t* mask = masked ? a.mask + first / 8 : nullptr;
-    for (int64_t t = 0; t < period; t += kLanes) {
-      const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t), b = load_vec(floats(a.bias) + t);
-      const Vec slope = load_vec(floats(a.slope) + t);
-      Vec tilt = {}, level = {};
-      if (through_stats) tilt = load_vec(floats(a.tilt) + t), level = load_vec(floats(a.level) + t);
-      for (int64_t i = t; i < n; i += period) {
-        fetch(x + i + n), fetch(g + i + n);
-        const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
-        store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
-      }
-    }
-  });
+  return period_groups(
+      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+        const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
+        T* out = static_cast<T*>(a.out) + first;
+        const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
+        const uint8_t* mask = masked ? a.mask + first / 8 : nullptr;
+        for (int64_t t = 0; t < period; t += kLanes) {
+          const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
+                    b = load_vec(floats(a.bias) + t);
+          const Vec slope = load_vec(floats(a.slope) + t);
+          Vec tilt = {}, level = {};
+          if (through_stats) tilt = load_vec(floats(a.tilt) + t), level = load_vec(floats(a.level) + t);
+          for (int64_t i = t; i < n; i += period) {
+            fetch(x + i + n), fetch(g + i + n);
+            const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
+            store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
+          }
+        }
+      });
 }
 
 }  // namespace
