@@ -195,7 +195,25 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale));
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradMeta, m) { m.impl("scaled_dot_product_attention", TORCH_FN(attention)); }
+Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
+  const auto sizes = at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes()));
+  return at::empty(sizes, condition.options().dtype(at::result_type(a, b)));
+}
+
+// What traced graphs call; it knows no way to a convolution of shapes.
+Tensor traced_convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, at::IntArrayRef stride,
+                          at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                          at::IntArrayRef output_padding, int64_t groups, bool, bool, bool, bool) {
+  return at::convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradMeta, m) {
+  m.impl("scaled_dot_product_attention", TORCH_FN(attention));
+  m.impl("_convolution", TORCH_FN(traced_convolution));
+}
+
+// TorchScript compares the constants of traced graphs to put equal ones together. Without values none is known to be.
+bool one_and_the_same(const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); }
 
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("scaled_dot_product_attention", TORCH_FN(attention));
@@ -209,17 +227,20 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("_adaptive_avg_pool3d_backward", TORCH_FN(adaptive_avg_pool_backward));
   m.impl("hardtanh_backward", TORCH_FN(hardtanh_backward));
   m.impl("hardswish_backward", TORCH_FN(like_first));
+  m.impl("where.self", TORCH_FN(where));
   m.impl("where.self_out", TORCH_FN(where_out));
   m.impl("native_dropout", TORCH_FN(dropout));
   m.impl("native_dropout_backward", TORCH_FN(dropout_backward));
   m.impl("embedding", TORCH_FN(embedding));
   m.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
+  m.impl("_convolution", TORCH_FN(traced_convolution));
   m.impl("convolution", TORCH_FN(convolution));
   m.impl("convolution_backward", TORCH_FN(convolution_backward));
   m.impl("native_batch_norm", TORCH_FN(batch_norm));
   m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward));
   m.impl("native_layer_norm", TORCH_FN(layer_norm));
   m.impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
+  m.impl("equal", TORCH_FN(one_and_the_same));
   m.impl("native_group_norm", TORCH_FN(group_norm));
   m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
 }

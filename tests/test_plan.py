@@ -502,6 +502,17 @@ def test_estimate_runs_nothing_and_is_near(files, name, tmp_path):
     assert "The largest batch in 80.0 GiB: " in done.stdout and "batch 64: " in done.stdout
 
 
+def test_estimate_of_a_traced_model(tmp_path):
+    """Its constants are tensors, which TorchScript compares."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3),
+                              torch.nn.BatchNorm2d(16), torch.nn.ReLU())  # fmt: skip
+    path, new = tmp_path / "traced.pt", tmp_path / "new.pt"
+    torch.jit.trace(net.train(), torch.randn(4, 3, 32, 32), check_trace=False).save(str(path))
+    done = run("rewrite", path, "-o", new, "--input", "4x3x32x32", "--estimate", "--budget", "80%")
+    assert done.returncode == 0, done.stderr
+    assert "Plan: peak" in done.stdout
+
+
 def test_estimate_of_nothing_known(tmp_path):
     class Scaled(torch.nn.Module):
         def __init__(self):
