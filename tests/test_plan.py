@@ -508,7 +508,7 @@ def test_estimate_of_a_traced_model(tmp_path):
                               torch.nn.BatchNorm2d(16), torch.nn.ReLU())  # fmt: skip
     path, new = tmp_path / "traced.pt", tmp_path / "new.pt"
     torch.jit.trace(net.train(), torch.randn(4, 3, 32, 32), check_trace=False).save(str(path))
-    done = run("rewrite", path, "-o", new, "--input", "4x3x32x32", "--estimate", "--budget", "80%")
+    done = run("rewrite", path, "-o", new, "--input", "4x3x32x32", "--estimate", "--budget", "95%")
     assert done.returncode == 0, done.stderr
     assert "Plan: peak" in done.stdout
 
