@@ -149,6 +149,11 @@ Tensor& where_out(const Tensor& condition, const Tensor& a, const Tensor& b, Ten
   return out;
 }
 
+Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
+  Tensor out = at::empty({0}, condition.options().dtype(at::result_type(a, b)));
+  return where_out(condition, a, b, out);
+}
+
 std::tuple<Tensor, Tensor> dropout(const Tensor& input, double, std::optional<bool>) {
   return {at::empty_like(input), at::empty_like(input, input.options().dtype(at::kBool))};
 }
@@ -193,11 +198,6 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   const bool flash = dropout == 0 && q.dim() == 4 && (!mask || !mask->requires_grad()) && q.size(3) == v.size(3);
   if (flash) return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, causal, mask, scale));
   return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale));
-}
-
-Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
-  const auto sizes = at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes()));
-  return at::empty(sizes, condition.options().dtype(at::result_type(a, b)));
 }
 
 // What traced graphs call; it knows no way to a convolution of shapes.

@@ -156,6 +156,19 @@ inline bool with_fused(const NormArgs& a, F f) {
 
 inline const float* floats(const void* p) { return static_cast<const float*>(p); }
 
+// The vector at i of act(pre + z), and its bits.
+template <class T, class Fused>
+inline __attribute__((always_inline)) void fused_apply_at(const T* x, const T* z, T* out, uint8_t* mask, int64_t i,
+                                                          Vec m, Vec s, Vec b, const Fused& act) {
+  Vec p = (load_vec(x + i) - m) * s + b;
+  if (z) p += load_vec(z + i);
+  if (mask) {
+    const uint32_t bits = pack_lanes(act.flags(p));
+    std::memcpy(mask + i / 8, &bits, 2);
+  }
+  store_vec(act.forward(p), out + i);
+}
+
 // --- Planar: a row has one mean, scale, ... ---
 
 template <class T, class Fused>
@@ -179,13 +192,7 @@ template <class T, class Fused>
       }
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) {
-        Vec p = (load_vec(x + i) - m) * s + b;
-        if (z) p += load_vec(z + i);
-        if (mask) {
-          const uint32_t bits = pack_lanes(act.flags(p));
-          std::memcpy(mask + i / 8, &bits, 2);
-        }
-        store_vec(act.forward(p), out + i);
+        fused_apply_at(x, z, out, mask, i, m, s, b, act);
       }
       if (i == n) continue;
       if (mask) {
@@ -392,13 +399,7 @@ template <class T, class Fused>
                     b = load_vec(floats(a.bias) + t);
           for (int64_t i = t; i < n; i += period) {
             fetch(x + i + n);
-            Vec p = (load_vec(x + i) - m) * s + b;
-            if (z) p += load_vec(z + i);
-            if (mask) {
-              const uint32_t bits = pack_lanes(act.flags(p));
-              std::memcpy(mask + i / 8, &bits, 2);
-            }
-            store_vec(act.forward(p), out + i);
+            fused_apply_at(x, z, out, mask, i, m, s, b, act);
           }
         }
       });
