@@ -1,9 +1,11 @@
 """Time of tsmem::batch_norm_act against stock batch_norm + relu_, forward and backward in training mode, at ResNet-50's shapes.
 
-Both are run in turn, so that other load on the machine hits them alike; the table shows the median of the ratios.
+Both are run in turn, the first of a pair changing, so that other load on the machine hits them alike; the table shows the median
+of the ratios. Freed memory is kept (glibc's mallopt): which of the two would clear new pages is chance. --trim: glibc's defaults.
 """
 
 import argparse
+import ctypes
 import os
 import pathlib
 import statistics
@@ -22,6 +24,7 @@ def parse():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--library", default=os.environ.get("TSMEM_OPS", "build/lib/libtsmem_ops.so"))
+    parser.add_argument("--trim", action="store_true", help="let the allocator give freed memory back to the system")
     parser.add_argument("--add", action="store_true", help="with a residual: relu(batch_norm(x) + z)")
     return parser.parse_args()
 
@@ -51,9 +54,13 @@ def main():
     torch.set_num_threads(args.threads)
     torch.ops.load_library(str(pathlib.Path(args.library).resolve()))
     print(f"batch {args.batch}, {args.threads} threads: time of the fused op / stock, median of {args.rounds} pairs (ms)")
-    # glibc's malloc takes large blocks from the system, page by page, until it has seen one of their size freed.
-    largest = max(c * size * size for c, size in SHAPES)
-    torch.ones(args.batch * largest)
+    if args.trim:
+        # glibc's malloc takes large blocks from the system, page by page, until it has seen one of their size freed.
+        torch.ones(args.batch * max(c * size * size for c, size in SHAPES))
+    else:
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1), libc.mallopt(M_MMAP_MAX, 0)
     total = {}
     for dtype in (torch.float32, torch.bfloat16):
         for name, layout in FORMATS.items():
@@ -63,7 +70,11 @@ def main():
                 w, b = (torch.rand(c) + 0.5).requires_grad_(), torch.randn(c).requires_grad_()
                 inputs = (x, w, b, torch.zeros(c), torch.ones(c), z)
                 grad = torch.randn_like(x)
-                pairs = [(seconds(fused, inputs, grad), seconds(stock, inputs, grad)) for _ in range(args.rounds + 2)][2:]
+                pairs = []
+                for i in range(args.rounds + 2):
+                    first = [seconds(f, inputs, grad) for f in ((fused, stock) if i % 2 else (stock, fused))]
+                    pairs.append(first if i % 2 else first[::-1])
+                pairs = pairs[2:]
                 ours, theirs = statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
                 ratio = statistics.median(p[0] / p[1] for p in pairs)
                 sums = total.setdefault((dtype, name), [0.0, 0.0])

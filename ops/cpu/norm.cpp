@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <fstream>
+#include <limits>
 #include <numeric>
 
 #include "cpu_dtype.h"
@@ -40,10 +42,21 @@ using at::Tensor;
 constexpr int64_t kSerial = 1 << 15;         // elements that are not worth a second thread
 constexpr int64_t kGroupBytes = 256 * 1024;  // of one map, so that the second pass over a group of channels reads L2
 
+// Maps of so many bytes leave the caches before anyone reads them: what a step of training reads and writes between is
+// a multiple of them.
+int64_t stream_bytes() {
+  static const int64_t kib = [] {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
+    int64_t n = 0;
+    return file >> n && file.get() == 'K' ? n : std::numeric_limits<int64_t>::max() / 1024;
+  }();
+  return kib * 1024 / 16;
+}
+
 // x as the kernels see it, and its parts for the threads.
 struct Map {
   NormArgs args;
-  int64_t numel = 0;
+  int64_t numel = 0, bytes = 0;
   bool by_channel = false;  // both passes of a group of channels run in one go
   int64_t group = 1;        // channels (by_channel) or outer steps in a task
   int64_t tasks = 1;
@@ -53,6 +66,7 @@ struct Map {
     a.dtype = cpu_dtype(x.scalar_type());
     a.act = act;
     numel = x.numel();
+    bytes = numel * x.element_size();
     a.channels = x.size(1);
     a.inner = 1;
     if (channels_last || x.dim() == 2 || numel == x.size(0) * x.size(1)) {
@@ -87,6 +101,12 @@ struct Map {
     at::parallel_for(0, tasks, numel < kSerial ? tasks : 1, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) f(t, range(t));
     });
+  }
+
+  // The arguments of a pass that writes out.
+  NormArgs writing(NormArgs a) const {
+    a.stream = bytes >= stream_bytes() && a.out != a.x && a.out != a.other && a.out != a.grad;
+    return a;
   }
 
   int64_t table_size() const { return std::max(args.period, args.channels); }
@@ -175,23 +195,27 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
       coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
     }
     coefficients.repeat(m);
-    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(m.writing(a), r); });
     return;
   }
   const double count = static_cast<double>(a.outer * a.inner);
   std::vector<double> means(a.channels), m2s(a.channels);
-  auto finish = [&](int64_t c) {
-    if (!std::isfinite(means[c]) || !std::isfinite(m2s[c])) kernels.exact_stats(a, c, &means[c], &m2s[c]);
-    const double var = m2s[c] / count;
-    mean[c] = static_cast<A>(means[c]);
-    invstd[c] = static_cast<A>(var == 0 && bn.eps == 0 ? 0 : 1 / std::sqrt(var + bn.eps));
-    coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
+  auto finish = [&](int64_t c0, int64_t c1) {
+    for (int64_t c = c0; c < c1; ++c)
+      if (!std::isfinite(means[c]) || !std::isfinite(m2s[c])) kernels.exact_stats(a, c, &means[c], &m2s[c]);
+    const double* m2 = m2s.data();
+    for (int64_t c = c0; c < c1; ++c) invstd[c] = static_cast<A>(1 / std::sqrt(m2[c] / count + bn.eps));
+    for (int64_t c = c0; c < c1; ++c) {
+      if (bn.eps == 0 && m2[c] / count == 0) invstd[c] = 0;
+      mean[c] = static_cast<A>(means[c]);
+      coefficients.set(c, mean[c], invstd[c], weight[c], bias[c]);
+    }
   };
   if (m.by_channel) {
     m.parallel([&](int64_t, NormRange r) {
       kernels.stats(a, r, &means[r.c0], &m2s[r.c0]);
-      for (int64_t c = r.c0; c < r.c1; ++c) finish(c);
-      if (a.out) kernels.apply(a, r);
+      finish(r.c0, r.c1);
+      if (a.out) kernels.apply(m.writing(a), r);
     });
   } else {
     std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
@@ -208,9 +232,9 @@ void forward(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invstd_o
       }
       n += k;
     }
-    for (int64_t c = 0; c < a.channels; ++c) finish(c);
+    finish(0, a.channels);
     coefficients.repeat(m);
-    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(a, r); });
+    if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(m.writing(a), r); });
   }
   update_running(bn.running_mean, means, bn.momentum);
   for (double& v : m2s) v /= count - 1;
@@ -266,7 +290,7 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
         kernels.reduce(a, r, sum.data(), dot.data());
         for (int64_t c = r.c0; c < r.c1; ++c) finish(c, sum[c - r.c0], dot[c - r.c0]);
       }
-      if (want[0]) kernels.grad(second, r);
+      if (want[0]) kernels.grad(m.writing(second), r);
     });
     return;
   }
@@ -277,7 +301,7 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
     finish(c, sum[c], dot[c]);
   }
   tilt.repeat(m), level.repeat(m);
-  if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(second, r); });
+  if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(m.writing(second), r); });
 }
 
 template <class F>
@@ -327,7 +351,7 @@ Tensor apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& 
     using A = decltype(zero);
     const Coefficients<A> coefficients(m, weight, bias, mean, invstd);
     coefficients.use(m.args);
-    m.parallel([&](int64_t, NormRange r) { norm_kernels().apply(m.args, r); });
+    m.parallel([&](int64_t, NormRange r) { norm_kernels().apply(m.writing(m.args), r); });
   });
   return out;
 }

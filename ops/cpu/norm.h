@@ -19,6 +19,7 @@ struct NormArgs {
   int64_t outer = 0, channels = 0, inner = 1, period = 0;
   Act act;
   bool from_mask = false;       // backward takes the activation's derivative from `mask`, not from x (and other)
+  bool stream = false;          // out is large and no input's memory: better written past the caches
   const void* x = nullptr;      // input
   const void* other = nullptr;  // residual, or null
   const void* grad = nullptr;   // gradient of the output

@@ -154,6 +154,7 @@ void apply(const NormArgs& a, NormRange r) {
         fused_apply_planar<T>(a, r, act);
       else
         begin = fused_apply_rows<T>(a, r, act);
+      end_stream(a);
     });
     if (done && a.planar()) return;
   }
@@ -274,6 +275,7 @@ void grad(const NormArgs& a, NormRange r) {
         begin = a.tilt ? fused_grad_rows<T, true, true>(a, r, act) : fused_grad_rows<T, false, true>(a, r, act);
       else
         begin = a.tilt ? fused_grad_rows<T, true, false>(a, r, act) : fused_grad_rows<T, false, false>(a, r, act);
+      end_stream(a);
     });
     if (done && a.planar()) return;
   }

@@ -33,6 +33,19 @@ inline __attribute__((always_inline)) Vec load_vec(const bf16* x) {
 #endif
 }
 inline __attribute__((always_inline)) void store_vec(Vec v, float* out) { std::memcpy(out, &v, sizeof(v)); }
+// Past the caches; out is aligned to the vector.
+inline __attribute__((always_inline)) void stream_vec(Vec v, float* out) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(out, reinterpret_cast<__m512>(v));
+#elif defined(__AVX2__)
+  __m256 half[2];
+  std::memcpy(half, &v, sizeof(v));
+  _mm256_stream_ps(out, half[0]);
+  _mm256_stream_ps(out + 8, half[1]);
+#else
+  store_vec(v, out);
+#endif
+}
 inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
   typedef uint32_t Unsigned __attribute__((vector_size(64)));
   const Unsigned u = reinterpret_cast<Unsigned>(v), rounded = (u + (0x7FFFu + ((u >> 16) & 1u))) >> 16;
@@ -46,6 +59,21 @@ inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
   const VecHalf h = __builtin_convertvector(bits, VecHalf);
   std::memcpy(out, &h, sizeof(h));
 #endif
+}
+inline __attribute__((always_inline)) void stream_vec(Vec v, bf16* out) {
+#if defined(__AVX2__)
+  alignas(32) bf16 half[kLanes];
+  store_vec(v, half);
+  __m256i bits;
+  std::memcpy(&bits, half, sizeof(bits));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), bits);
+#else
+  store_vec(v, out);
+#endif
+}
+template <class T>
+inline __attribute__((always_inline)) void put_vec(bool stream, Vec v, T* out) {
+  stream ? stream_vec(v, out) : store_vec(v, out);
 }
 // n < kLanes elements; the rest is `fill`.
 template <class T>
@@ -156,17 +184,30 @@ inline bool with_fused(const NormArgs& a, F f) {
 
 inline const float* floats(const void* p) { return static_cast<const float*>(p); }
 
+// Whether rows of n elements, the first at out, can be streamed: all vectors are aligned and whole.
+template <class T>
+inline bool streams(const NormArgs& a, const T* out, int64_t n) {
+  return a.stream && n % kLanes == 0 && reinterpret_cast<uintptr_t>(out) % (kLanes * sizeof(T)) == 0;
+}
+
+// Before other threads read what was streamed.
+inline void end_stream([[maybe_unused]] const NormArgs& a) {
+#if defined(__AVX2__)
+  if (a.stream) _mm_sfence();
+#endif
+}
+
 // The vector at i of act(pre + z), and its bits.
 template <class T, class Fused>
 inline __attribute__((always_inline)) void fused_apply_at(const T* x, const T* z, T* out, uint8_t* mask, int64_t i,
-                                                          Vec m, Vec s, Vec b, const Fused& act) {
+                                                          Vec m, Vec s, Vec b, const Fused& act, bool stream) {
   Vec p = (load_vec(x + i) - m) * s + b;
   if (z) p += load_vec(z + i);
   if (mask) {
     const uint32_t bits = pack_lanes(act.flags(p));
     std::memcpy(mask + i / 8, &bits, 2);
   }
-  store_vec(act.forward(p), out + i);
+  put_vec(stream, act.forward(p), out + i);
 }
 
 // --- Planar: a row has one mean, scale, ... ---
@@ -174,6 +215,7 @@ inline __attribute__((always_inline)) void fused_apply_at(const T* x, const T* z
 template <class T, class Fused>
 [[gnu::noinline]] void fused_apply_planar(const NormArgs& a, NormRange r, const Fused act) {
   const int64_t n = a.inner, mask_stride = (n + 7) / 8;
+  const bool stream = streams(a, static_cast<const T*>(a.out), n);
   for (int64_t o = r.o0; o < r.o1; ++o)
     for (int64_t c = r.c0; c < r.c1; ++c) {
       const int64_t row = o * a.channels + c;
@@ -192,7 +234,7 @@ template <class T, class Fused>
       }
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes) {
-        fused_apply_at(x, z, out, mask, i, m, s, b, act);
+        fused_apply_at(x, z, out, mask, i, m, s, b, act, stream);
       }
       if (i == n) continue;
       if (mask) {
@@ -340,6 +382,7 @@ template <class T, bool plain, class Fused>
 template <class T, bool through_stats, class Fused>
 [[gnu::noinline]] void fused_grad_planar(const NormArgs& a, NormRange r, const Fused act) {
   const int64_t n = a.inner, mask_stride = (n + 7) / 8;
+  const bool stream = streams(a, static_cast<const T*>(a.out), n);
   for (int64_t o = r.o0; o < r.o1; ++o)
     for (int64_t c = r.c0; c < r.c1; ++c) {
       const int64_t row = o * a.channels + c;
@@ -357,7 +400,7 @@ template <class T, bool through_stats, class Fused>
       const int64_t last = n - kLanes;
       const Vec last_g = last > 0 && n % kLanes ? load_vec(g + last) : Vec{};
       int64_t i = 0;
-      for (; i + kLanes <= n; i += kLanes) store_vec(one(i, load_vec(x + i), load_vec(g + i)), out + i);
+      for (; i + kLanes <= n; i += kLanes) put_vec(stream, one(i, load_vec(x + i), load_vec(g + i)), out + i);
       if (i == n) continue;
       if (last >= 0)
         store_vec(one(last, load_vec(x + last), last_g), out + last);
@@ -368,38 +411,45 @@ template <class T, bool through_stats, class Fused>
 
 // --- Rows: each lane of a period has its own ---
 
-constexpr int64_t kDeep = 4;  // periods that share one load of the coefficients
+constexpr int64_t kDeep = 4;     // periods that share one load of the coefficients
+constexpr int64_t kWide = 1024;  // lanes of a period from which on rows are read one by one
 
 // Of the next group: its rows are read in turns, a vector of each, which hardware does not foresee.
 inline __attribute__((always_inline)) void fetch(const void* p) { __builtin_prefetch(p); }
 
-// f(first element, periods) for groups of at most kDeep whole periods, or one by one where a period fills a page: rows
-// at its distance fall into one set of the L1 cache. Returns where the rest, less than a period, begins.
+// f(first element, periods, from, to) for lanes [from, to) of groups of at most kDeep whole periods, or one by one
+// where a period fills a page: rows at its distance fall into one set of the L1 cache. The coefficients of kWide lanes
+// fit into L1 beside the map. Returns where the rest, less than a period, begins.
 template <class F>
 inline int64_t period_groups(const NormArgs& a, NormRange r, F f) {
   const int64_t begin = r.o0 * a.channels, periods = (r.o1 - r.o0) * a.channels / a.period;
-  if (a.period >= 1024)
-    for (int64_t p = 0; p < periods; ++p) f(begin + p * a.period, std::integral_constant<int64_t, 1>());
+  if (a.period < kWide)
+    for (int64_t p = 0; p < periods; p += kDeep)
+      f(begin + p * a.period, periods - p < kDeep ? periods - p : kDeep, 0, a.period);
   else
-    for (int64_t p = 0; p < periods; p += kDeep) f(begin + p * a.period, periods - p < kDeep ? periods - p : kDeep);
+    for (int64_t p0 = 0; p0 < periods; p0 += kRowsPerFlush)
+      for (int64_t t = 0; t < a.period; t += kWide)
+        for (int64_t p = p0; p < periods && p < p0 + kRowsPerFlush; ++p)
+          f(begin + p * a.period, std::integral_constant<int64_t, 1>(), t, t + kWide < a.period ? t + kWide : a.period);
   return begin + periods * a.period;
 }
 
 template <class T, class Fused>
 [[gnu::noinline]] int64_t fused_apply_rows(const NormArgs& a, NormRange r, const Fused act) {
+  const bool stream = streams(a, static_cast<const T*>(a.out) + r.o0 * a.channels, a.period);
   return period_groups(
-      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+      a, r, [&](int64_t first, auto periods, int64_t from, int64_t to) __attribute__((always_inline)) {
         const T *x = static_cast<const T*>(a.x) + first,
                 *z = a.other ? static_cast<const T*>(a.other) + first : nullptr;
         T* out = static_cast<T*>(a.out) + first;
         const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
         uint8_t* mask = a.mask ? a.mask + first / 8 : nullptr;
-        for (int64_t t = 0; t < period; t += kLanes) {
+        for (int64_t t = from; t < to; t += kLanes) {
           const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
                     b = load_vec(floats(a.bias) + t);
           for (int64_t i = t; i < n; i += period) {
             fetch(x + i + n);
-            fused_apply_at(x, z, out, mask, i, m, s, b, act);
+            fused_apply_at(x, z, out, mask, i, m, s, b, act, stream);
           }
         }
       });
@@ -419,12 +469,12 @@ template <class T, bool plain, class Fused>
     summed = 0;
   };
   const int64_t rest = period_groups(
-      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+      a, r, [&](int64_t first, auto periods, int64_t from, int64_t to) __attribute__((always_inline)) {
         const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
         T* z = !plain && a.grad_other ? static_cast<T*>(a.grad_other) + first : nullptr;
         const int64_t period = a.period, n = periods * period;
         const uint8_t* mask = !plain && a.from_mask ? a.mask + first / 8 : nullptr;
-        for (int64_t t = 0; t < period; t += kLanes) {
+        for (int64_t t = from; t < to; t += kLanes) {
           const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
                     b = load_vec(floats(a.bias) + t);
           Vec sum = load_vec(s_run.data + t), dot = load_vec(q_run.data + t);
@@ -438,7 +488,7 @@ template <class T, bool plain, class Fused>
           store_vec(sum, s_run.data + t);
           store_vec(dot, q_run.data + t);
         }
-        if ((summed += periods) >= kRowsPerFlush) flush();
+        if (to == period && (summed += periods) >= kRowsPerFlush) flush();
       });
   flush();
   return rest;
@@ -446,13 +496,14 @@ template <class T, bool plain, class Fused>
 
 template <class T, bool through_stats, bool masked, class Fused>
 [[gnu::noinline]] int64_t fused_grad_rows(const NormArgs& a, NormRange r, const Fused act) {
+  const bool stream = streams(a, static_cast<const T*>(a.out) + r.o0 * a.channels, a.period);
   return period_groups(
-      a, r, [&](int64_t first, auto periods) __attribute__((always_inline)) {
+      a, r, [&](int64_t first, auto periods, int64_t from, int64_t to) __attribute__((always_inline)) {
         const T *x = static_cast<const T*>(a.x) + first, *g = static_cast<const T*>(a.grad) + first;
         T* out = static_cast<T*>(a.out) + first;
         const int64_t period = a.period, n = periods * period;  // copies: stores to out could alias a's
         const uint8_t* mask = masked ? a.mask + first / 8 : nullptr;
-        for (int64_t t = 0; t < period; t += kLanes) {
+        for (int64_t t = from; t < to; t += kLanes) {
           const Vec m = load_vec(floats(a.mean) + t), s = load_vec(floats(a.scale) + t),
                     b = load_vec(floats(a.bias) + t);
           const Vec slope = load_vec(floats(a.slope) + t);
@@ -461,7 +512,7 @@ template <class T, bool through_stats, bool masked, class Fused>
           for (int64_t i = t; i < n; i += period) {
             fetch(x + i + n), fetch(g + i + n);
             const Vec d = load_vec(x + i) - m, gp = fused_grad_pre(act, mask, i, n, d, s, b, load_vec(g + i)) * slope;
-            store_vec(through_stats ? gp - (d * tilt + level) : gp, out + i);
+            put_vec(stream, through_stats ? gp - (d * tilt + level) : gp, out + i);
           }
         }
       });

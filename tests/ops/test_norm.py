@@ -704,6 +704,47 @@ def test_threads_give_the_same(ops):
         same(*results, rtol=1e-4, atol=1e-5)
 
 
+# Maps beyond the caches are written past them; wide rows are cut into tiles. Bounds allow for a few elements so close
+# to relu's border that they fall on its other side.
+LARGE = [((4, 64, 200, 256), CONTIGUOUS), ((4, 64, 200, 256), LAST), ((2, 2048, 51, 50), LAST), ((3, 1296, 41, 81), LAST), ((1, 1001, 83, 131), LAST)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("shape,layout", LARGE, ids=str)
+def test_large_maps(ops, shape, layout, dtype):
+    torch.manual_seed(0)
+    x, z, g = ((torch.randn(shape) + i).to(dtype).contiguous(memory_format=layout) for i in (1, 0, 0))
+    for act, train, add in [("relu", True, False), ("relu", False, True), ("silu", True, False)]:
+        results = []
+        for f, to, params in ((fused(ops, act, train, add), dtype, torch.float32), (stock(act, train, add), torch.float64, torch.float64)):
+            leaf = x.to(to, copy=True).requires_grad_()
+            w, b, m, v = (torch.linspace(*ends, shape[1], dtype=params) for ends in ((0.5, 1.5), (-1, 1), (0, 1), (1, 2)))
+            out = f(leaf, w.requires_grad_(), b.requires_grad_(), m, v, z.to(to))
+            results.append([t.double() for t in (out.detach(), *torch.autograd.grad(out, (leaf, w, b), g.to(to)), m, v)])
+        for ours, exact in zip(*results):
+            if ours.dim() == 1:
+                assert (ours - exact).norm() < 1e-2 * exact.norm(), (act, train)
+                continue
+            # None is missing or misplaced.
+            wrong = (ours - exact).abs() > (1e-4 if dtype == torch.float32 else 2e-2) * (1 + exact.abs())
+            assert wrong.sum() <= 1e-5 * wrong.numel(), (act, train, wrong.sum())
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_large_maps_of_lesser_instruction_sets(ops, isa):
+    code = f"""
+import sys, torch
+sys.path[:0] = [{str(pathlib.Path(__file__).resolve().parents[1])!r}, {str(pathlib.Path(__file__).resolve().parent)!r}]
+import conftest
+ops = conftest.load()
+import test_norm
+for shape, layout in test_norm.LARGE[:2]:
+    test_norm.test_large_maps(ops, shape, layout, torch.float32)
+    test_norm.test_large_maps(ops, shape, layout, torch.bfloat16)
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TSMEM_ISA": isa}, check=True, timeout=600)
+
+
 VARIANT = """
 import sys, torch
 sys.path.insert(0, {tests!r})
