@@ -551,6 +551,7 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, 
     }
     if (!want[0]) return;
     if (training) p.norm.tilt = tilt.values.data(), p.norm.level = level.values.data();
+    p.norm = m.writing(p.norm);
     parallel_planes(p, m.numel, [&](int64_t begin, int64_t end) { norm_pool_kernels().grad(p, begin, end); });
   });
   return {grads[0], grads[1], grads[2]};

@@ -6,10 +6,6 @@
 namespace tsmem::TSMEM_ISA {
 namespace {
 
-// float and bf16 have the fused loops of norm_fused.h.
-template <class T>
-constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
-
 // --- Statistics
 
 template <class T>

@@ -14,11 +14,20 @@ namespace {
 constexpr int64_t kChunk = 1024;        // elements in L1 at a time
 constexpr int64_t kRowsPerFlush = 128;  // rows that are summed in float before their sum goes to double
 
-// Sums of many floats: in 64-byte lanes, so that rounding errors grow with the square root of n / 32.
+// Vectors of the machine's own width: of wider ones the compiler takes comparisons apart, element by element.
+#if defined(__AVX512F__)
+constexpr int64_t kVecBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kVecBytes = 32;
+#else
+constexpr int64_t kVecBytes = 16;
+#endif
+
+// Sums of many floats: in lanes, so that rounding errors grow with the square root of n / lanes.
 template <class A>
 struct Lanes {
-  typedef A V __attribute__((vector_size(64)));
-  static constexpr int64_t width = 64 / sizeof(A);
+  typedef A V __attribute__((vector_size(kVecBytes)));
+  static constexpr int64_t width = kVecBytes / sizeof(A);
 };
 
 template <class A>
@@ -38,7 +47,7 @@ inline int64_t overlap(int64_t i, int64_t n) {
 template <class A>
 inline void drop_first(typename Lanes<A>::V& v, int64_t skip) {
   using I = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
-  typedef I Index __attribute__((vector_size(64)));
+  typedef I Index __attribute__((vector_size(kVecBytes)));
   Index lane;
   for (int64_t i = 0; i < Lanes<A>::width; ++i) lane[i] = static_cast<I>(i);
   v = lane >= static_cast<I>(skip) ? v : typename Lanes<A>::V{};

@@ -12,10 +12,13 @@
 namespace tsmem::TSMEM_ISA {
 namespace {
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecBits __attribute__((vector_size(64)));
-typedef uint16_t VecHalf __attribute__((vector_size(32)));
-constexpr int64_t kLanes = 16;
+template <class T>
+constexpr bool fusable = __is_same(T, float) || __is_same(T, bf16);
+
+typedef float Vec __attribute__((vector_size(kVecBytes)));
+typedef int32_t VecBits __attribute__((vector_size(kVecBytes)));
+typedef uint16_t VecHalf __attribute__((vector_size(kVecBytes / 2)));
+constexpr int64_t kLanes = kVecBytes / 4;
 
 inline __attribute__((always_inline)) Vec load_vec(const float* x) {
   Vec v;
@@ -23,50 +26,51 @@ inline __attribute__((always_inline)) Vec load_vec(const float* x) {
   return v;
 }
 inline __attribute__((always_inline)) Vec load_vec(const bf16* x) {
-#if defined(__AVX512F__)
-  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  return reinterpret_cast<Vec>(reinterpret_cast<VecBits>(_mm512_maskz_cvtepu16_epi32(0xFFFF, h)) << 16);
-#else
   VecHalf h;
   std::memcpy(&h, x, sizeof(h));
-  return reinterpret_cast<Vec>(__builtin_convertvector(h, VecBits) << 16);
+#if defined(__AVX512F__)
+  const VecBits wide = reinterpret_cast<VecBits>(_mm512_maskz_cvtepu16_epi32(0xFFFF, reinterpret_cast<__m256i>(h)));
+#elif defined(__AVX2__)
+  const VecBits wide = reinterpret_cast<VecBits>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(h)));
+#else
+  const VecBits wide = __builtin_convertvector(h, VecBits);
+#endif
+  return reinterpret_cast<Vec>(wide << 16);
+}
+// The upper halves, rounded to nearest even.
+inline __attribute__((always_inline)) VecHalf upper_halves(Vec v) {
+  typedef uint32_t Unsigned __attribute__((vector_size(kVecBytes)));
+  const Unsigned u = reinterpret_cast<Unsigned>(v), rounded = (u + (0x7FFFu + ((u >> 16) & 1u))) >> 16;
+  const Unsigned bits = v != v ? Unsigned{} + 0x7FC0u : rounded;
+#if defined(__AVX512F__)
+  return reinterpret_cast<VecHalf>(_mm512_maskz_cvtepi32_epi16(0xFFFF, reinterpret_cast<__m512i>(bits)));
+#elif defined(__AVX2__)
+  const __m256i twice = _mm256_packus_epi32(reinterpret_cast<__m256i>(bits), reinterpret_cast<__m256i>(bits));
+  return reinterpret_cast<VecHalf>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0b1000)));
+#else
+  return __builtin_convertvector(bits, VecHalf);
 #endif
 }
 inline __attribute__((always_inline)) void store_vec(Vec v, float* out) { std::memcpy(out, &v, sizeof(v)); }
+inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
+  const VecHalf h = upper_halves(v);
+  std::memcpy(out, &h, sizeof(h));
+}
 // Past the caches; out is aligned to the vector.
 inline __attribute__((always_inline)) void stream_vec(Vec v, float* out) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(out, reinterpret_cast<__m512>(v));
 #elif defined(__AVX2__)
-  __m256 half[2];
-  std::memcpy(half, &v, sizeof(v));
-  _mm256_stream_ps(out, half[0]);
-  _mm256_stream_ps(out + 8, half[1]);
+  _mm256_stream_ps(out, reinterpret_cast<__m256>(v));
 #else
   store_vec(v, out);
 #endif
 }
-inline __attribute__((always_inline)) void store_vec(Vec v, bf16* out) {
-  typedef uint32_t Unsigned __attribute__((vector_size(64)));
-  const Unsigned u = reinterpret_cast<Unsigned>(v), rounded = (u + (0x7FFFu + ((u >> 16) & 1u))) >> 16;
-  const Unsigned nan = {0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u,
-                        0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u, 0x7FC0u};
-  const Unsigned bits = v != v ? nan : rounded;
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
-                      _mm512_maskz_cvtepi32_epi16(0xFFFF, reinterpret_cast<__m512i>(bits)));
-#else
-  const VecHalf h = __builtin_convertvector(bits, VecHalf);
-  std::memcpy(out, &h, sizeof(h));
-#endif
-}
 inline __attribute__((always_inline)) void stream_vec(Vec v, bf16* out) {
-#if defined(__AVX2__)
-  alignas(32) bf16 half[kLanes];
-  store_vec(v, half);
-  __m256i bits;
-  std::memcpy(&bits, half, sizeof(bits));
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), bits);
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(upper_halves(v)));
+#elif defined(__AVX2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(out), reinterpret_cast<__m128i>(upper_halves(v)));
 #else
   store_vec(v, out);
 #endif
@@ -92,18 +96,18 @@ inline __attribute__((always_inline)) void store_part(Vec v, T* out, int64_t n) 
   std::memcpy(out, values, n * sizeof(T));
 }
 
-inline __attribute__((always_inline)) Vec all(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline __attribute__((always_inline)) Vec all(float x) {
+  Vec v;
+  for (int64_t i = 0; i < kLanes; ++i) v[i] = x;
+  return v;
+}
 
 // Bit i: lane i of a comparison.
 inline __attribute__((always_inline)) uint32_t pack_lanes(VecBits flags) {
-#if defined(__AVX512DQ__)
+#if defined(__AVX512F__)
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(flags));
 #elif defined(__AVX2__)
-  alignas(64) int32_t lanes[kLanes];
-  std::memcpy(lanes, &flags, sizeof(flags));
-  const __m256 low = _mm256_load_ps(reinterpret_cast<const float*>(lanes)),
-               high = _mm256_load_ps(reinterpret_cast<const float*>(lanes + 8));
-  return static_cast<uint32_t>(_mm256_movemask_ps(low)) | static_cast<uint32_t>(_mm256_movemask_ps(high)) << 8;
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(flags)));
 #else
   uint32_t bits = 0;
   for (int64_t i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(flags[i] & 1) << i;
@@ -111,21 +115,27 @@ inline __attribute__((always_inline)) uint32_t pack_lanes(VecBits flags) {
 #endif
 }
 inline __attribute__((always_inline)) VecBits unpack_lanes(uint32_t bits) {
-  const int32_t b = static_cast<int32_t>(bits);
-  const VecBits lane = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  const VecBits every = {b, b, b, b, b, b, b, b, b, b, b, b, b, b, b, b};
-  return (every & lane) != 0;
+  VecBits lane;
+  for (int64_t i = 0; i < kLanes; ++i) lane[i] = int32_t{1} << i;
+  return ((VecBits{} + static_cast<int32_t>(bits)) & lane) != 0;
 }
 // The bits of elements [at, at + kLanes), at most up to n, of a row of masks.
 inline __attribute__((always_inline)) uint32_t read_bits(const uint8_t* row, int64_t at, int64_t n) {
   uint32_t bits = 0;
-  if (at % 8 == 0 && at + kLanes <= n) {
-    std::memcpy(&bits, row + at / 8, 2);
+  if (kLanes >= 8 && at % 8 == 0 && at + kLanes <= n) {
+    std::memcpy(&bits, row + at / 8, kLanes / 8);
     return bits;
   }
   const int64_t end = at + kLanes < n ? at + kLanes : n;
   std::memcpy(&bits, row + at / 8, (end + 7) / 8 - at / 8);
   return bits >> (at % 8);
+}
+// The same of n elements, in order: `at` is a multiple of kLanes, which is 4 where vectors are short.
+inline __attribute__((always_inline)) void write_bits(uint8_t* row, int64_t at, uint32_t bits, int64_t n) {
+  if (kLanes < 8 && at % 8)
+    row[at / 8] = static_cast<uint8_t>(row[at / 8] | bits << 4);
+  else
+    std::memcpy(row + at / 8, &bits, (n + 7) / 8);
 }
 
 // forward: of the pre-activation. flags: where the derivative is the upper slope. backward: the gradient times the
@@ -203,10 +213,7 @@ inline __attribute__((always_inline)) void fused_apply_at(const T* x, const T* z
                                                           Vec m, Vec s, Vec b, const Fused& act, bool stream) {
   Vec p = (load_vec(x + i) - m) * s + b;
   if (z) p += load_vec(z + i);
-  if (mask) {
-    const uint32_t bits = pack_lanes(act.flags(p));
-    std::memcpy(mask + i / 8, &bits, 2);
-  }
+  if (mask) write_bits(mask, i, pack_lanes(act.flags(p)), kLanes);
   put_vec(stream, act.forward(p), out + i);
 }
 
@@ -237,10 +244,7 @@ template <class T, class Fused>
         fused_apply_at(x, z, out, mask, i, m, s, b, act, stream);
       }
       if (i == n) continue;
-      if (mask) {
-        const uint32_t kept = (1u << (n - i)) - 1, bits = (pack_lanes(act.flags(last)) >> (i - from)) & kept;
-        std::memcpy(mask + i / 8, &bits, (n - i + 7) / 8);
-      }
+      if (mask) write_bits(mask, i, (pack_lanes(act.flags(last)) >> (i - from)) & ((1u << (n - i)) - 1), n - i);
       if (part)
         store_part(act.forward(last), out, n);
       else

@@ -101,6 +101,9 @@ inline __attribute__((always_inline)) Vec load_step(const float* x) {
   const VecBits even = {0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31};
   return reinterpret_cast<Vec>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512i>(even),
                                                       reinterpret_cast<__m512>(high)));
+#elif defined(__AVX2__)
+  const __m256 mixed = _mm256_shuffle_ps(reinterpret_cast<__m256>(low), reinterpret_cast<__m256>(high), 0b11011000);
+  return reinterpret_cast<Vec>(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0b11011000));
 #else
   Vec v;
   for (int64_t i = 0; i < kLanes / 2; ++i) v[i] = low[2 * i], v[kLanes / 2 + i] = high[2 * i + 1];
@@ -241,10 +244,138 @@ struct Taps {
   }
 };
 
+// --- Channels last: vectors of channels ---
+
+// Windows that each of n positions along a dimension lies in, in order, and as which tap: entries [first[i], first[i +
+// 1]) of window and tap are those of position i.
+struct Cover {
+  Scratch<int32_t> first, window, tap;
+  Cover(const NormPoolArgs& a, int d, int64_t n, int64_t windows)
+      : first(n + 1), window(n * a.kernel[d]), tap(n * a.kernel[d]) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = i + a.padding[d];
+      for (int64_t o = at_least(0, ceil_div(at - (a.kernel[d] - 1) * a.dilation[d], a.stride[d]));
+           o < windows && o * a.stride[d] <= at; ++o)
+        if ((at - o * a.stride[d]) % a.dilation[d] == 0) {
+          window[count] = static_cast<int32_t>(o);
+          tap[count++] = static_cast<int32_t>((at - o * a.stride[d]) / a.dilation[d]);
+        }
+      first[i + 1] = count;
+    }
+  }
+};
+
+// Whether maps have the vectors that follow: positions of a byte, and channels that fill one.
+inline bool channel_vectors(const NormPoolArgs& a) {
+  return a.rows && a.position_bytes == 1 && a.norm.channels >= kLanes;
+}
+
+// All ones in lanes whose window was won by `tap`.
+inline __attribute__((always_inline)) VecBits won_by(const uint8_t* positions, int32_t tap) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(positions));
+  return reinterpret_cast<VecBits>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bytes)) == VecBits{} + tap;
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(positions));
+  return reinterpret_cast<VecBits>(_mm256_cvtepu8_epi32(bytes)) == VecBits{} + tap;
+#else
+  VecBits won;
+  for (int64_t i = 0; i < kLanes; ++i) won[i] = positions[i];
+  return won == VecBits{} + tap;
+#endif
+}
+
+// v where `won`, else 0.
+inline __attribute__((always_inline)) Vec where(VecBits won, Vec v) {
+  return reinterpret_cast<Vec>(reinterpret_cast<VecBits>(v) & won);
+}
+
+// The sums of the gradient before the activation (sum, dot), or the gradient of x: of each input pixel from the windows
+// that it lies in. The last vector of channels overlaps the one before.
+template <class T, bool sums, bool through_stats, class Fused>
+[[gnu::noinline]] void pool_rows_backward(const NormPoolArgs& a, int64_t p0, int64_t p1, const Fused act, double* sum,
+                                          double* dot) {
+  const NormArgs& norm = a.norm;
+  const int64_t C = norm.channels;
+  Cover rows(a, 0, a.height, a.out_height), columns(a, 1, a.width, a.out_width);
+  Scratch<int64_t> start(a.kernel[0] * a.kernel[1]);
+  Scratch<int32_t> tap(a.kernel[0] * a.kernel[1]);
+  Scratch<float> s_run(C), q_run(C);
+  const uint8_t* positions = static_cast<const uint8_t*>(a.positions);
+  const T *grad = static_cast<const T*>(norm.grad), *x = static_cast<const T*>(norm.x);
+  T* out = static_cast<T*>(norm.out);
+  const bool stream = !sums && streams(norm, out, C);
+  for (int64_t p = p0; p < p1; ++p)
+    for (int64_t h = 0; h < a.height; ++h)
+      for (int64_t w = 0; w < a.width; ++w) {
+        int64_t windows = 0;
+        for (int32_t i = rows.first[h]; i < rows.first[h + 1]; ++i)
+          for (int32_t j = columns.first[w]; j < columns.first[w + 1]; ++j, ++windows) {
+            start[windows] = ((p * a.out_height + rows.window[i]) * a.out_width + columns.window[j]) * C;
+            tap[windows] = static_cast<int32_t>(rows.tap[i] * a.kernel[1] + columns.tap[j]);
+          }
+        const int64_t at = ((p * a.height + h) * a.width + w) * C;
+        for (int64_t i = 0; i < C; i += kLanes) {
+          const int64_t c = i + kLanes <= C ? i : C - kLanes;
+          Vec g = {};
+          for (int64_t k = 0; k < windows; ++k)
+            g += where(won_by(positions + start[k] + c, tap[k]), load_vec(grad + start[k] + c));
+          const Vec d = load_vec(x + at + c) - load_vec(floats(norm.mean) + c);
+          g = act.backward(act.flags(d * load_vec(floats(norm.scale) + c) + load_vec(floats(norm.bias) + c)), g);
+          if (sums) {
+            if (c < i) drop_first<float>(g, i - c);
+            store_vec(load_vec(s_run.data + c) + g, s_run.data + c);
+            store_vec(load_vec(q_run.data + c) + g * d, q_run.data + c);
+            continue;
+          }
+          g *= load_vec(floats(norm.slope) + c);
+          if (through_stats) g -= d * load_vec(floats(norm.tilt) + c) + load_vec(floats(norm.level) + c);
+          put_vec(stream, g, out + at + c);
+        }
+        if (sums && (w % kRowsPerFlush == kRowsPerFlush - 1 || w + 1 == a.width))
+          for (int64_t c = 0; c < C; ++c) sum[c] += s_run[c], dot[c] += q_run[c], s_run[c] = q_run[c] = 0;
+      }
+  if (!sums) end_stream(norm);
+}
+
+// The pooled output from its positions: of each window the tap that won.
+template <class T, class Fused>
+[[gnu::noinline]] void pool_rows_again(const NormPoolArgs& a, int64_t p0, int64_t p1, const Fused act) {
+  const NormArgs& norm = a.norm;
+  const int64_t C = norm.channels;
+  for (int64_t p = p0; p < p1; ++p)
+    for (int64_t oh = 0; oh < a.out_height; ++oh)
+      for (int64_t ow = 0; ow < a.out_width; ++ow) {
+        const int64_t at = ((p * a.out_height + oh) * a.out_width + ow) * C;
+        const int64_t top = oh * a.stride[0] - a.padding[0], left = ow * a.stride[1] - a.padding[1];
+        const int64_t kh0 = first_tap(top, a.dilation[0]), kw0 = first_tap(left, a.dilation[1]);
+        for (int64_t i = 0; i < C; i += kLanes) {
+          const int64_t c = i + kLanes <= C ? i : C - kLanes;
+          Vec v = {};
+          for (int64_t kh = kh0, h = top + kh0 * a.dilation[0]; kh < a.kernel[0] && h < a.height;
+               ++kh, h += a.dilation[0])
+            for (int64_t kw = kw0, w = left + kw0 * a.dilation[1]; kw < a.kernel[1] && w < a.width;
+                 ++kw, w += a.dilation[1]) {
+              const VecBits won = won_by(static_cast<const uint8_t*>(a.positions) + at + c,
+                                         static_cast<int32_t>(kh * a.kernel[1] + kw));
+              v += where(won, load_vec(static_cast<const T*>(norm.x) + ((p * a.height + h) * a.width + w) * C + c));
+            }
+          const Vec m = load_vec(floats(norm.mean) + c), s = load_vec(floats(norm.scale) + c),
+                    b = load_vec(floats(norm.bias) + c);
+          store_vec(act.forward((v - m) * s + b), static_cast<T*>(norm.out) + at + c);
+        }
+      }
+}
+
 template <class T>
 void pool_reduce(const NormPoolArgs& a, int64_t p0, int64_t p1, double* sum, double* dot) {
   using A = compute_t<T>;
   const NormArgs& norm = a.norm;
+  if constexpr (fusable<T>)
+    if (channel_vectors(a) &&
+        with_fused(norm, [&](auto act) { pool_rows_backward<T, true, false>(a, p0, p1, act, sum, dot); }))
+      return;
   const int64_t C = norm.channels, lanes = a.rows ? C : 1;
   const T *x = static_cast<const T*>(norm.x), *grad = static_cast<const T*>(norm.grad);
   Taps taps(a);
@@ -312,6 +443,12 @@ template <class T>
 void pool_grad(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   using A = compute_t<T>;
   const NormArgs& norm = a.norm;
+  if constexpr (fusable<T>)
+    if (channel_vectors(a) && with_fused(norm, [&](auto act) {
+          norm.tilt ? pool_rows_backward<T, false, true>(a, p0, p1, act, nullptr, nullptr)
+                    : pool_rows_backward<T, false, false>(a, p0, p1, act, nullptr, nullptr);
+        }))
+      return;
   const int64_t C = norm.channels, lanes = a.rows ? C : 1, row = a.width * lanes, out_row = a.out_width * lanes;
   const int64_t reach = (a.kernel[0] - 1) * a.dilation[0] + 1, rows = band_rows(row, a.rows ? 65536 : 8192, 1);
   const T* grad = static_cast<const T*>(norm.grad);
@@ -355,6 +492,8 @@ template <class T>
 void pool_again(const NormPoolArgs& a, int64_t p0, int64_t p1) {
   using A = compute_t<T>;
   const NormArgs& norm = a.norm;
+  if constexpr (fusable<T>)
+    if (channel_vectors(a) && with_fused(norm, [&](auto act) { pool_rows_again<T>(a, p0, p1, act); })) return;
   const int64_t lanes = a.rows ? norm.channels : 1, out_row = a.out_width * lanes, plane = a.height * a.width * lanes;
   const A *mean = static_cast<const A*>(norm.mean), *scale = static_cast<const A*>(norm.scale),
           *bias = static_cast<const A*>(norm.bias);

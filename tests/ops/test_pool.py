@@ -58,27 +58,6 @@ def test_adaptive_equals_stock(d, dtype):
             assert_equal(run(ours, x), run(stock, x))
 
 
-@pytest.mark.parametrize("isa", ("baseline", "avx2"))
-def test_lesser_instruction_sets(isa, ops, tmp_path):
-    """The kernels for older machines, in a process of their own."""
-    import os
-    import subprocess
-    import sys
-    library = next(p for p in torch.ops.loaded_libraries if "tsmem" in p and "emulated" not in p)
-    code = f"""
-import sys, torch
-sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
-torch.ops.load_library({library!r})
-import test_act, test_pool
-for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-    test_pool.test_equals_stock(2, dtype)
-    test_pool.test_adaptive_equals_stock(1, dtype)
-    for name in test_act.ONE_BIT:
-        test_act.test_borders(name, dtype)
-"""
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TSMEM_ISA": isa}, check=True, timeout=300)
-
-
 @pytest.mark.parametrize("d,kernel,dtype", [(1, 256, torch.uint8), (1, 257, torch.uint16), (2, 16, torch.uint8), (2, 17, torch.uint16),
                                             (2, 257, torch.uint32), (3, 6, torch.uint8), (3, 7, torch.uint16)])
 def test_position_width(d, kernel, dtype):
