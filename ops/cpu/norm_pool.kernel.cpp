@@ -271,24 +271,26 @@ inline bool channel_vectors(const NormPoolArgs& a) {
   return a.rows && a.position_bytes == 1 && a.norm.channels >= kLanes;
 }
 
-// All ones in lanes whose window was won by `tap`.
-inline __attribute__((always_inline)) VecBits won_by(const uint8_t* positions, int32_t tap) {
+// The taps that won the windows of a vector of channels.
+inline __attribute__((always_inline)) VecBits winners(const uint8_t* positions) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(positions));
-  return reinterpret_cast<VecBits>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bytes)) == VecBits{} + tap;
+  return reinterpret_cast<VecBits>(_mm512_maskz_cvtepu8_epi32(0xFFFF, bytes));
 #elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(positions));
-  return reinterpret_cast<VecBits>(_mm256_cvtepu8_epi32(bytes)) == VecBits{} + tap;
+  return reinterpret_cast<VecBits>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(positions))));
 #else
   VecBits won;
   for (int64_t i = 0; i < kLanes; ++i) won[i] = positions[i];
-  return won == VecBits{} + tap;
+  return won;
 #endif
 }
 
-// v where `won`, else 0.
-inline __attribute__((always_inline)) Vec where(VecBits won, Vec v) {
-  return reinterpret_cast<Vec>(reinterpret_cast<VecBits>(v) & won);
+// The bits of v where `won` is `tap`, else 0. v is loaded at once: as a masked load it would wait for the positions.
+inline __attribute__((always_inline)) VecBits where(VecBits won, int32_t tap, Vec v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#endif
+  return reinterpret_cast<VecBits>(v) & (won == VecBits{} + tap);
 }
 
 // The sums of the gradient before the activation (sum, dot), or the gradient of x: of each input pixel from the windows
@@ -320,7 +322,7 @@ template <class T, bool sums, bool through_stats, class Fused>
           const int64_t c = i + kLanes <= C ? i : C - kLanes;
           Vec g = {};
           for (int64_t k = 0; k < windows; ++k)
-            g += where(won_by(positions + start[k] + c, tap[k]), load_vec(grad + start[k] + c));
+            g += reinterpret_cast<Vec>(where(winners(positions + start[k] + c), tap[k], load_vec(grad + start[k] + c)));
           const Vec d = load_vec(x + at + c) - load_vec(floats(norm.mean) + c);
           g = act.backward(act.flags(d * load_vec(floats(norm.scale) + c) + load_vec(floats(norm.bias) + c)), g);
           if (sums) {
@@ -344,26 +346,30 @@ template <class T, class Fused>
 [[gnu::noinline]] void pool_rows_again(const NormPoolArgs& a, int64_t p0, int64_t p1, const Fused act) {
   const NormArgs& norm = a.norm;
   const int64_t C = norm.channels;
+  const T* x = static_cast<const T*>(norm.x);
+  Scratch<int64_t> start(a.kernel[0] * a.kernel[1]);
+  Scratch<int32_t> tap(a.kernel[0] * a.kernel[1]);
   for (int64_t p = p0; p < p1; ++p)
     for (int64_t oh = 0; oh < a.out_height; ++oh)
       for (int64_t ow = 0; ow < a.out_width; ++ow) {
-        const int64_t at = ((p * a.out_height + oh) * a.out_width + ow) * C;
         const int64_t top = oh * a.stride[0] - a.padding[0], left = ow * a.stride[1] - a.padding[1];
-        const int64_t kh0 = first_tap(top, a.dilation[0]), kw0 = first_tap(left, a.dilation[1]);
+        int64_t taps = 0;
+        for (int64_t kh = first_tap(top, a.dilation[0]); kh < a.kernel[0]; ++kh)
+          for (int64_t kw = first_tap(left, a.dilation[1]); kw < a.kernel[1]; ++kw) {
+            const int64_t h = top + kh * a.dilation[0], w = left + kw * a.dilation[1];
+            if (h >= a.height || w >= a.width) continue;
+            start[taps] = ((p * a.height + h) * a.width + w) * C;
+            tap[taps++] = static_cast<int32_t>(kh * a.kernel[1] + kw);
+          }
+        const int64_t at = ((p * a.out_height + oh) * a.out_width + ow) * C;
         for (int64_t i = 0; i < C; i += kLanes) {
           const int64_t c = i + kLanes <= C ? i : C - kLanes;
-          Vec v = {};
-          for (int64_t kh = kh0, h = top + kh0 * a.dilation[0]; kh < a.kernel[0] && h < a.height;
-               ++kh, h += a.dilation[0])
-            for (int64_t kw = kw0, w = left + kw0 * a.dilation[1]; kw < a.kernel[1] && w < a.width;
-                 ++kw, w += a.dilation[1]) {
-              const VecBits won = won_by(static_cast<const uint8_t*>(a.positions) + at + c,
-                                         static_cast<int32_t>(kh * a.kernel[1] + kw));
-              v += where(won, load_vec(static_cast<const T*>(norm.x) + ((p * a.height + h) * a.width + w) * C + c));
-            }
+          const VecBits won = winners(static_cast<const uint8_t*>(a.positions) + at + c);
+          VecBits bits = {};
+          for (int64_t k = 0; k < taps; ++k) bits |= where(won, tap[k], load_vec(x + start[k] + c));
           const Vec m = load_vec(floats(norm.mean) + c), s = load_vec(floats(norm.scale) + c),
                     b = load_vec(floats(norm.bias) + c);
-          store_vec(act.forward((v - m) * s + b), static_cast<T*>(norm.out) + at + c);
+          store_vec(act.forward((reinterpret_cast<Vec>(bits) - m) * s + b), static_cast<T*>(norm.out) + at + c);
         }
       }
 }
