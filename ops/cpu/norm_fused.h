@@ -96,11 +96,7 @@ inline __attribute__((always_inline)) void store_part(Vec v, T* out, int64_t n) 
   std::memcpy(out, values, n * sizeof(T));
 }
 
-inline __attribute__((always_inline)) Vec all(float x) {
-  Vec v;
-  for (int64_t i = 0; i < kLanes; ++i) v[i] = x;
-  return v;
-}
+inline __attribute__((always_inline)) Vec all(float x) { return x - Vec{}; }  // +, and -0 would be lost
 
 // Bit i: lane i of a comparison.
 inline __attribute__((always_inline)) uint32_t pack_lanes(VecBits flags) {
@@ -115,8 +111,9 @@ inline __attribute__((always_inline)) uint32_t pack_lanes(VecBits flags) {
 #endif
 }
 inline __attribute__((always_inline)) VecBits unpack_lanes(uint32_t bits) {
+  constexpr int32_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
   VecBits lane;
-  for (int64_t i = 0; i < kLanes; ++i) lane[i] = int32_t{1} << i;
+  std::memcpy(&lane, each, sizeof(lane));
   return ((VecBits{} + static_cast<int32_t>(bits)) & lane) != 0;
 }
 // The bits of elements [at, at + kLanes), at most up to n, of a row of masks.
