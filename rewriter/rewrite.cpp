@@ -430,6 +430,7 @@ struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
+  std::set<std::string> used;                                    // with --checkpoint: used_modules()
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
@@ -580,11 +581,12 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
+      Result& result = results[method];
+      if (!checkpointed.empty()) result.used = used_modules(*function->graph(), scopes);
       // Nothing is matched across the border of a module that runs again as a whole.
       View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
-        return checkpointed.empty() || !s->of_module || s->path.empty() || !is_checkpointed(checkpointed, c, s->path);
+        return !s->of_module || !result.used.count(s->path) || !is_checkpointed(checkpointed, c, s->path);
       });
-      Result& result = results[method];
       for (const auto& [place, copy] : view.copies) result.copied.insert(place);
       result.dead = remove_dead_code(view);
       result.matched = find_matches(view, patterns, attributes);
@@ -645,9 +647,8 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       if (in_autocast.count(it->first)) continue;
       if (checkpointed.empty()) continue;
       auto body = result.body ? result.body : function_graph(f)->copy();
-      const std::set<std::string> used = used_modules(*function_graph(f), scopes);
       result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
-        return is_checkpointed(checkpointed, c, path) && used.count(path) > 0;
+        return is_checkpointed(checkpointed, c, path) && result.used.count(path) > 0;
       });
       if (!result.checkpoints.empty()) result.body = body;
     }
