@@ -9,9 +9,9 @@ Pattern linear() {
       .name = "linear",
       .algebra = "y = linear(x, weight, bias)",
       .keeps = "before: x, weight; after: what x is made from, weight (each only if the other's gradient is needed)",
-      .conditions = "none",
+      .conditions = "nothing writes to x later: PyTorch's may keep a copy",
       .for_regions = true,
-      .rules = {same_schema("linear", 3)}};
+      .rules = {same_schema("linear", 3, {"a0"})}};
 }
 
 }  // namespace tsmem

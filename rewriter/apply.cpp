@@ -294,6 +294,7 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                                      const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
+  for (const Scope* s : dead) add_with_parents(s, wanted);
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
   // seen through: the view did so, and a match may have reached a value by it.
   const auto inlines = [&](const Scope* s) {
@@ -301,16 +302,19 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
-  View copy = copy_graph(source, scopes, inlines);
+  const auto make_copy = [&] {
+    View copy = copy_graph(source, scopes, inlines);
+    if (!dead.empty()) remove_dead_code(copy);
+    return copy;
+  };
+  View copy = make_copy();
   // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
   for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
     const size_t before = wanted.size();
     for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
-    for (const Scope* s : dead) add_with_parents(s, wanted);
     if (wanted.size() == before)
       throw std::logic_error(fmt::format("{} uses an inner value of a match", users[0]->kind().toQualString()));
-    copy = copy_graph(source, scopes, inlines);
-    remove_dead_code(copy);
+    copy = make_copy();
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);
