@@ -388,11 +388,6 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
       print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                         o.rewrite.amp));
     if (!predicted.is_null()) print_plan(predicted);
-    if (report.traced_convolutions)
-      print(
-          fmt::format("{} traced convolutions stay in float32 on the CPU, as under torch.autocast: script the model "
-                      "instead of tracing it to have them in half\n",
-                      report.traced_convolutions));
     if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }

@@ -20,7 +20,10 @@ bool alike(const Tensor& a, const Tensor& b) {
   return plain(a) && plain(b) && a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-Tensor add(const Tensor& a, const Tensor& b, const at::Scalar& alpha, int64_t recompute) {
+Tensor add(const Tensor& self, const Tensor& other, const at::Scalar& alpha, int64_t recompute, int64_t in_place) {
+  if (in_place == kFirst && !same_in_place(self, other)) return self.clone().add_(other, alpha);
+  if (in_place == kSecond && !same_in_place(other, self)) return other.clone().add_(self);  // alpha is 1 there
+  const Tensor a = in_place ? self : as_scripted(self), b = in_place ? other : as_scripted(other);
   const Tensor out = at::add(a, b, alpha);
   if (needs_grad(a, b) && alike(a, b))
     offer(
@@ -69,7 +72,10 @@ struct Mul : torch::autograd::Function<Mul> {
   }
 };
 
-Tensor mul(const Tensor& a, const Tensor& b, int64_t recompute) {
+Tensor mul(const Tensor& self, const Tensor& other, int64_t recompute, int64_t in_place) {
+  if (in_place == kFirst && !same_in_place(self, other)) return self.clone().mul_(other);
+  if (in_place == kSecond && !same_in_place(other, self)) return other.clone().mul_(self);
+  const Tensor a = in_place ? self : as_scripted(self), b = in_place ? other : as_scripted(other);
   if (!needs_grad(a, b) || !alike(a, b)) return at::mul(a, b);
   const Tensor out = Mul::apply(a, b);
   offer(out, {a, b}, multiply_again, recompute);
@@ -92,8 +98,8 @@ Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
-  m.def("add(Tensor self, Tensor other, Scalar alpha=1, int recompute=0) -> Tensor", TORCH_FN(add));
-  m.def("mul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(mul));
+  m.def("add(Tensor self, Tensor other, Scalar alpha=1, int recompute=0, int in_place=0) -> Tensor", TORCH_FN(add));
+  m.def("mul(Tensor self, Tensor other, int recompute=0, int in_place=0) -> Tensor", TORCH_FN(mul));
   m.def("cat(Tensor[] tensors, int dim=0, int recompute=0) -> Tensor", TORCH_FN(cat));
 }
 

@@ -66,6 +66,7 @@ IValue autocast(const IValue& self, const std::string& method, const IValue& arg
   IValue result;
   {
     const Autocast guard(tensors, to);
+    const EagerAutocast lists;
     result = call(self, method, arguments);
   }
   if (std::none_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.scalar_type() == at::kFloat; }))

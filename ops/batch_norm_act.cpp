@@ -148,10 +148,16 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
 Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                           const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
                           double eps, bool cudnn_enabled, const Tensor& other, c10::string_view name,
-                          at::ArrayRef<double> args, int64_t recompute) {
+                          at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  if (!norm_usable(input, bn, other, act)) return stock_act(stock_norm(input, bn, cudnn_enabled) + other, act);
+  const bool casts = in_place == kNew && scripted_autocast(input.device().type());
+  if (casts || !norm_usable(input, bn, other, act)) {
+    const Tensor normed = stock_norm(input, bn, cudnn_enabled);
+    if (in_place == kFirst) return stock_act(normed.add_(other), act);
+    if (in_place == kSecond) return stock_act(other.clone().add_(normed), act);
+    return stock_act(as_scripted(normed) + as_scripted(other), act);
+  }
   return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act", recompute));
 }
 
@@ -164,7 +170,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(batch_norm_act));
   m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
-  m.def("batch_norm_add_act(" TSMEM_BN ", Tensor other, str act, float[] act_args, int recompute=0) -> Tensor",
+  m.def("batch_norm_add_act(" TSMEM_BN
+        ", Tensor other, str act, float[] act_args, int recompute=0, int in_place=0) -> Tensor",
         TORCH_FN(batch_norm_add_act));
 }
 

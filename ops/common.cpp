@@ -1,11 +1,14 @@
 #include "common.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/jit/passes/autocast.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
 
 #include <mutex>
 
@@ -53,7 +56,36 @@ Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
   TORCH_CHECK_VALUE(false, "tsmem: no activation is named '", name, "'");
 }
 
-at::Tensor stock_act(const at::Tensor& x, const Act& act) {
+namespace {
+thread_local bool eager_autocast = false;
+
+bool low_precision(const at::Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+
+// The activations that TorchScript's autocast runs in float32.
+bool runs_in_float(ActKind kind) {
+  return kind == ActKind::gelu || kind == ActKind::gelu_tanh || kind == ActKind::softplus;
+}
+}  // namespace
+
+EagerAutocast::EagerAutocast() : before_(eager_autocast) { eager_autocast = true; }
+EagerAutocast::~EagerAutocast() { eager_autocast = before_; }
+
+bool scripted_autocast(at::DeviceType device) {
+  return !eager_autocast && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&
+         torch::jit::autocastEnabled() && !torch::jit::currentCallstack().empty();
+}
+
+at::Tensor as_scripted(const at::Tensor& t) {
+  return t.defined() && low_precision(t) && scripted_autocast(t.device().type()) ? t.to(at::kFloat) : t;
+}
+
+bool same_in_place(const at::Tensor& target, const at::Tensor& other) {
+  return at::result_type(target, other) == target.scalar_type() &&
+         at::infer_size(target.sizes(), other.sizes()) == target.sizes();
+}
+
+at::Tensor stock_act(const at::Tensor& input, const Act& act) {
+  const at::Tensor x = runs_in_float(act.kind) ? as_scripted(input) : input;
   switch (act.kind) {
     case ActKind::identity:
       return x;
@@ -129,6 +161,7 @@ const char* stock_name(ActKind kind) {
 bool autocast_casts(const at::Tensor& x, const Act& act) {
   const char* name = stock_name(act.kind);
   const auto device = x.device().type();
+  if (runs_in_float(act.kind) && low_precision(x) && scripted_autocast(device)) return true;
   if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));

@@ -24,6 +24,34 @@ __attribute__((visibility("hidden"))) bool another_copy_registered();
 // relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
 Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 
+// Under autocast TorchScript casts operands by lists of its own, which are not those of eager mode
+// (torch/csrc/jit/passes/autocast.cpp): sums, products, layer and group norms, GELU and softplus run in float32 there,
+// but for what is written in place. That pass does not know our ops, which are told here what they would have been
+// given: t in float32 where it is of half precision and a scripted caller runs under autocast, else t. An autocast that
+// is written into the model (ops/autocast.cpp) has eager mode's lists.
+at::Tensor as_scripted(const at::Tensor& t);
+
+// Whether as_scripted() would cast a tensor on this device.
+bool scripted_autocast(at::DeviceType device);
+
+// While this lives in a thread, its ops follow eager mode's lists.
+struct EagerAutocast {
+  EagerAutocast();
+  ~EagerAutocast();
+  EagerAutocast(const EagerAutocast&) = delete;
+  EagerAutocast& operator=(const EagerAutocast&) = delete;
+
+ private:
+  bool before_;
+};
+
+// Which operand of a sum or product the original writes to: its dtype and its sizes are the result's, and TorchScript's
+// autocast leaves the operands alone.
+enum InPlace : int64_t { kNew = 0, kFirst = 1, kSecond = 2 };
+
+// Whether an op that writes to `target` gives what the op gives that makes a new tensor.
+bool same_in_place(const at::Tensor& target, const at::Tensor& other);
+
 // The stock ATen op of an activation (differentiable), for dtypes and devices without a kernel of ours.
 at::Tensor stock_act(const at::Tensor& x, const Act& act);
 

@@ -356,8 +356,8 @@ void register_autocast(torch::Library& m) {
   m.impl("conv_transpose2d.input", TORCH_FN((Lower<&conv_transpose<2>, device>::call)));
   m.impl("conv_transpose3d.input", TORCH_FN((Lower<&conv_transpose<3>, device>::call)));
   m.impl("_convolution.deprecated", TORCH_FN((Lower<&convolution_deprecated, device>::call)));
-  // The CPU's autocast leaves aten::_convolution alone.
-  if constexpr (device == c10::DeviceType::CUDA) m.impl("_convolution", TORCH_FN((Lower<&convolution, device>::call)));
+  // The CPU's autocast leaves aten::_convolution alone, which traced models have; TorchScript's pass does not.
+  m.impl("_convolution", TORCH_FN((Lower<&convolution, device>::call)));
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {

@@ -107,26 +107,30 @@ bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
          (x.is_cpu() || x.is_cuda() || x.is_meta()) && fits(x, weight) && fits(x, bias);
 }
 
-Tensor run_layer_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
+OptTensor as_scripted(const OptTensor& t) { return t ? OptTensor(tsmem::as_scripted(*t)) : t; }
+
+Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                       double eps, bool cudnn_enable, int64_t recompute) {
-  const OptTensor w = defined(weight), b = defined(bias);
+  const Tensor x = tsmem::as_scripted(input);
+  const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
   const bool shaped = !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
                       x.sizes().slice(x.dim() - shape.size()) == shape && whole(w) && whole(b);
-  if (!shaped || !ours(x, w, b)) return at::layer_norm(x, shape, weight, bias, eps, cudnn_enable);
+  if (!shaped || !ours(x, w, b)) return at::layer_norm(x, shape, w, b, eps, cudnn_enable);
   return run(x, w, b, {shape.vec(), 0, eps}, recompute);
 }
 
-Tensor run_group_norm(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
+Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                       bool cudnn_enabled, int64_t recompute) {
-  const OptTensor w = defined(weight), b = defined(bias);
+  const Tensor x = tsmem::as_scripted(input);
+  const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
-  if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, weight, bias, eps, cudnn_enabled);
+  if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, w, b, eps, cudnn_enabled);
   return run(x, w, b, {{}, groups, eps}, recompute);
 }
 
-// CUDA's autocast runs both in float32, the CPU's leaves them alone.
+// CUDA's autocast runs both in float32, the CPU's leaves them alone, other than TorchScript's (as_scripted).
 template <c10::DeviceType device>
 Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                            double eps, bool cudnn_enable, int64_t recompute) {

@@ -115,7 +115,11 @@ struct MulAct : torch::autograd::Function<MulAct> {
 };
 
 Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
-           int64_t recompute) {
+           int64_t recompute, int64_t in_place) {
+  if (in_place == kNew && scripted_autocast(activated.device().type()))
+    return at::mul(as_scripted(activated), as_scripted(scale));
+  if (in_place == kFirst && !same_in_place(activated, scale)) return activated.clone().mul_(scale);
+  if (in_place == kSecond && !same_in_place(scale, activated)) return scale.clone().mul_(activated);
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
                 has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
                 s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
@@ -138,27 +142,27 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
 }
 
 Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
-               at::ArrayRef<double> args, int64_t recompute) {
-  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act", recompute);
+               at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
+  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act", recompute, in_place);
 }
 
 Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
                           const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
-                          at::ArrayRef<double> args, int64_t recompute) {
+                          at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
   return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act",
-             recompute);
+             recompute, in_place);
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def(
-      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0) -> "
-      "Tensor",
+      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0, "
+      "int in_place=0) -> Tensor",
       TORCH_FN(mul_act));
   m.def(
       "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
       "Tensor invstd, "
-      "str act, float[] act_args, int recompute=0) -> Tensor",
+      "str act, float[] act_args, int recompute=0, int in_place=0) -> Tensor",
       TORCH_FN(mul_batch_norm_act));
 }
 

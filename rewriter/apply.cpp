@@ -20,7 +20,7 @@ static void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& s
 static auto identity(const Found& f, const std::vector<Place>& nodes) {
   std::vector<std::pair<const Scope*, Node*>> places;
   for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
-  return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten);
+  return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten, f.in_place);
 }
 
 // Where a callee's place is in a caller's view, in which the callee was entered by `call`; null where it was not
@@ -103,6 +103,13 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
   return choice;
 }
 
+static bool takes(const std::string& op, const std::string& argument) {
+  for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
+    for (const auto& a : o->schema().arguments())
+      if (a.name() == argument) return true;
+  return false;
+}
+
 namespace {
 
 // Destroys nodes that only fed what was replaced.
@@ -156,6 +163,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
     }
   }
   if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op, f));
+  if (takes(line.op, "in_place")) arguments.push_back(g.insertConstant(f.in_place));
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())
@@ -253,10 +261,8 @@ static bool returns_argument(const Node* call) {
 Offers offers_recompute(const std::string& op) {
   static const std::set<std::string> products = {"tsmem::linear", "tsmem::matmul",
                                                  "tsmem::scaled_dot_product_attention"};
-  for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
-    if (!o->schema().arguments().empty() && o->schema().arguments().back().name() == "recompute")
-      return op.find("conv") != std::string::npos || products.count(op) ? Offers::dear : Offers::cheap;
-  return Offers::nothing;
+  if (!takes(op, "recompute")) return Offers::nothing;
+  return op.find("conv") != std::string::npos || products.count(op) ? Offers::dear : Offers::cheap;
 }
 
 // Users of inner values outside their match, in a copy that leaves calls as they are; those that ask for sizes aside.

@@ -10,7 +10,7 @@ namespace tsmem {
 // The `recompute` argument of an op of ours that is put into a graph, at its insert point.
 using RecomputeArgument = std::function<Value*(Graph&, const std::string& op, const Found&)>;
 
-// Whether an op of ours ("tsmem::add") can offer its output to be made again: its last argument is `recompute`. A dear
+// Whether an op of ours ("tsmem::add") can offer its output to be made again: it has an argument `recompute`. A dear
 // one (a convolution, a matrix product) is only made again where a plan says so.
 enum class Offers { nothing, cheap, dear };
 Offers offers_recompute(const std::string& op);

@@ -101,15 +101,13 @@ static Value* insert_call(Graph& g, const char* op, Value* self, const std::stri
   return cast;
 }
 
-// Throws Error(kUsage) where a method can't be put under autocast. Returns how many convolutions in it were traced.
-static size_t check_autocast(const Module& module, const std::string& method) {
+// Throws Error(kUsage) where a method can't be put under autocast.
+static void check_autocast(const Module& module, const std::string& method) {
   GraphFunction* function = graph_function(module.type()->findMethod(method));
   if (!function) throw Error(kUsage, fmt::format("there is no method '{}' to run under autocast", method));
   Scopes scopes;
   const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
-  size_t traced = 0;
-  for (const auto& [n, place] : view.places) {
-    traced += n->kind() == aten::_convolution;
+  for (const auto& [n, place] : view.places)
     if (borders_autocast(n))
       throw Error(kUsage,
                   fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
@@ -117,8 +115,6 @@ static size_t check_autocast(const Module& module, const std::string& method) {
                               method,
                               place.scope && !place.scope->path.empty() ? fmt::format(" (in {})", place.scope->path)
                                                                         : std::string()));
-  }
-  return traced;
 }
 
 void write_autocast(Module& module, const std::string& method, const std::string& dtype) {
@@ -691,7 +687,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
-  if (!options.amp.empty()) report.traced_convolutions = check_autocast(module, amp_method);
+  if (!options.amp.empty()) check_autocast(module, amp_method);
   if (!dry_run) {
     for (const ModuleClass& c : classes)
       for (Function* f : std::vector<Function*>(c.type->methods()))

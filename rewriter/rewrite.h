@@ -60,7 +60,6 @@ struct RewriteReport {
   std::vector<Region> regions;
   std::vector<Refusal> refused;
   std::vector<Site> sites;         // at Level::plan
-  size_t traced_convolutions = 0;  // under --amp: the CPU's autocast leaves aten::_convolution in float32
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is

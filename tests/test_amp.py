@@ -83,10 +83,7 @@ def test_as_torch_autocast_around_the_original(original, tmp_path, dtype, level)
 def test_convolutions_run_and_are_kept_in_half(original, tmp_path):
     new = tmp_path / "new.pt"
     done = run("rewrite", original, "-o", new, "--amp", "bf16")
-    traced = "_convolution" in torch.jit.load(str(original)).conv1.code
-    assert ("3 traced convolutions" in done.stdout) == traced
-    if traced:  # the CPU's autocast leaves them alone
-        return
+    assert done.returncode == 0, done.stderr
     model, saved = torch.jit.load(str(new)).train(), []
     x = torch.randn(8, 3, 32, 32)
     for _ in range(3):
