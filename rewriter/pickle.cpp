@@ -512,14 +512,19 @@ struct Walker {
             if (i < 0 || i >= static_cast<int64_t>(texts->size())) inconsistent();
             return static_cast<int64_t>((*texts)[static_cast<size_t>(i)].at);
           };
-          for (const Value& line : items_of(item(source, 0))) size += text_size(line);
+          int64_t last = 1;
+          for (const Value& line : items_of(item(source, 0))) {
+            if (last == 0) inconsistent();  // only what follows the last line's end is empty
+            size += last = text_size(line);
+          }
           text_size(item(source, 1));
         } else {
           size = static_cast<int64_t>(string(item(source, 0)).size());
         }
       }
       // PyTorch itself writes (0, 1) for places in no text.
-      if (begin < 0 || begin > size || begin > end || end > size + 1) inconsistent();
+      if (begin < 0 || begin > std::max<int64_t>(size - 1, 0) || begin > end || end > size + (size == 0))
+        inconsistent();
     }
   }
 };
