@@ -2,6 +2,7 @@
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
 # make test    every test
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
+# make hostile SEEDS=0:2000   every command on that many damaged and hostile files (hours; tests/hostile)
 # make bench   every benchmark; results in build/bench
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
 SHELL := /bin/bash
@@ -11,7 +12,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test sanitize bench setup clean format tidy
+.PHONY: build demo test sanitize hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -39,6 +40,10 @@ sanitize: setup
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  $(PYTHON) -m pytest tests/ops
+
+SEEDS ?= 0:2000
+hostile: build
+	@$(PYTHON) tests/hostile/run_hostile.py $(SEEDS)
 
 bench: build
 	@$(PYTHON) bench/run.py

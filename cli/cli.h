@@ -29,6 +29,12 @@ Run add_inspect(CLI::App& app, const Common& common);
 Run add_patterns(CLI::App& app, const Common& common);
 Run add_completion(CLI::App& app, const Common& common);
 
+// Checks of an option's text, which take nothing else: CLI11's own let through what overflows, NaN, and take 010 for 8.
+CLI::Validator whole_number(int64_t low, uint64_t high);
+CLI::Validator positive_number(double high);
+
+constexpr uint64_t kMostThreads = 1024;  // LibTorch starts them all, however few processors there are
+
 bool use_color(const Common& common);   // --color, NO_COLOR, and whether stdout is a terminal
 std::string bytes_text(int64_t bytes);  // "81.4 MiB"
 

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli.h"
 #include "rewriter/error.h"
@@ -14,6 +16,42 @@
 #include "rewriter/text.h"
 
 namespace tsmem::cli {
+
+namespace {
+
+template <class T>
+std::optional<T> parse(std::string_view text) {
+  T value{};
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size()) return {};
+  return value;
+}
+
+}  // namespace
+
+CLI::Validator whole_number(int64_t low, uint64_t high) {
+  return CLI::Validator(
+      [=](std::string& text) {
+        const auto positive = parse<uint64_t>(text);
+        const auto negative = parse<int64_t>(text);
+        const bool good = positive ? *positive <= high && (low < 0 || *positive >= static_cast<uint64_t>(low))
+                                   : negative && *negative >= low;
+        if (!good) return fmt::format("'{}' is no whole number from {} to {}", text, low, high);
+        text = positive ? std::to_string(*positive) : std::to_string(*negative);
+        return std::string();
+      },
+      "");
+}
+
+CLI::Validator positive_number(double high) {
+  return CLI::Validator(
+      [=](std::string& text) {
+        const auto value = parse<double>(text);
+        const bool good = value && *value > 0 && *value <= high;
+        return good ? std::string() : fmt::format("'{}' is no number above 0 and up to {}", text, high);
+      },
+      "");
+}
 
 bool use_color(const Common& common) {
   if (common.color != "auto") return common.color == "always";

@@ -29,6 +29,21 @@ struct Row {  // of a module: its own parameters, without its children's
   int64_t parameters = 0, parameter_bytes = 0, trainable = 0, buffer_bytes = 0;
 };
 
+int64_t bytes_of(const at::Tensor& t) {
+  std::vector<at::Tensor> parts;
+  if (t.layout() == at::kStrided)
+    parts = {t};
+  else if (t.is_sparse())
+    parts = {t._indices(), t._values()};
+  else if (t.layout() == at::kSparseCsr || t.layout() == at::kSparseBsr)
+    parts = {t.crow_indices(), t.col_indices(), t.values()};
+  else if (t.layout() == at::kSparseCsc || t.layout() == at::kSparseBsc)
+    parts = {t.ccol_indices(), t.row_indices(), t.values()};
+  int64_t bytes = 0;
+  for (const auto& part : parts) bytes += static_cast<int64_t>(part.nbytes());
+  return bytes;
+}
+
 std::vector<Row> module_rows(const Module& root) {
   std::vector<Row> rows;
   std::unordered_set<const void*> counted;  // tied parameters once
@@ -37,11 +52,11 @@ std::vector<Row> module_rows(const Module& root) {
     for (const auto& p : m.value.parameters(false)) {
       if (!counted.insert(p.unsafeGetTensorImpl()).second) continue;
       row.parameters += p.numel();
-      row.parameter_bytes += static_cast<int64_t>(p.nbytes());
+      row.parameter_bytes += bytes_of(p);
       if (p.requires_grad()) row.trainable += p.numel();
     }
     for (const auto& b : m.value.buffers(false))
-      if (counted.insert(b.unsafeGetTensorImpl()).second) row.buffer_bytes += static_cast<int64_t>(b.nbytes());
+      if (counted.insert(b.unsafeGetTensorImpl()).second) row.buffer_bytes += bytes_of(b);
     rows.push_back(row);
   }
   return rows;

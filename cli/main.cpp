@@ -1,14 +1,22 @@
 // The command line: parse, run, print.
+#include <ATen/Context.h>
 #include <c10/util/Exception.h>
+#include <sys/resource.h>
 #include <torch/version.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <fstream>
 #include <iostream>
 #include <new>
 
 #include "cli.h"
+#include "rewriter/check_file.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
 #include "rewriter/op_library.h"
@@ -44,6 +52,81 @@ class Warnings : c10::WarningHandler {  // PyTorch's: only for those who ask
   const Common& common_;
 };
 
+// What is being read, and the limits that hold meanwhile. Read by the handlers below: plain data, made beforehand.
+struct BeingRead {
+  std::string sentence;  // "tsmem: 'model.pt' can't be read: "
+  int seconds = 0;
+  rlimit cpu{}, memory{};
+  volatile sig_atomic_t now = 0;
+};
+BeingRead being_read;
+
+// Lowers a limit for as long as a file is read, unless it is lower already.
+void lower(__rlimit_resource what, rlimit& before, uint64_t to) {
+  getrlimit(what, &before);
+  rlimit low = before;
+  low.rlim_cur = std::min<rlim_t>(low.rlim_cur, to);
+  setrlimit(what, &low);
+}
+
+// LibTorch's reader recurses, loops and allocates as a file tells it. What a file may make it do is checked before
+// (rewriter/check_file.h); for what that leaves there are these limits, and on_crash. No process of its own is needed
+// for them: this one does nothing else, and its outputs appear whole or not at all.
+void while_reading(const char* path, int seconds, uint64_t bytes) {
+  BeingRead& b = being_read;
+  if (!path) {
+    b.now = 0;
+    setrlimit(RLIMIT_CPU, &b.cpu);
+    setrlimit(RLIMIT_AS, &b.memory);
+    return;
+  }
+  b.sentence = std::string("tsmem: '") + path + "' can't be read: ";
+  b.seconds = seconds;
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  lower(RLIMIT_CPU, b.cpu, static_cast<uint64_t>(used.ru_utime.tv_sec + used.ru_stime.tv_sec + 1 + seconds));
+  getrlimit(RLIMIT_AS, &b.memory);
+  uint64_t pages = 0;
+  // CUDA reserves addresses far beyond the memory that there is.
+  if (!at::hasCUDA() && std::ifstream("/proc/self/statm") >> pages)
+    lower(RLIMIT_AS, b.memory, pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) + 3 * bytes + (uint64_t{4} << 30));
+  b.now = 1;
+}
+
+void say(const char* text) { [[maybe_unused]] const auto written = write(STDERR_FILENO, text, std::strlen(text)); }
+
+// A crash, or the end of the time for reading: a sentence and an exit code all the same. Nothing is called here that
+// might wait for what was interrupted.
+void on_crash(int number) {
+  remove_temporary_file();
+  const char* name = number == SIGSEGV  ? "SIGSEGV"
+                     : number == SIGBUS ? "SIGBUS"
+                     : number == SIGFPE ? "SIGFPE"
+                     : number == SIGILL ? "SIGILL"
+                                        : "SIGABRT";
+  if (being_read.now) {
+    say(being_read.sentence.c_str());
+    if (number == SIGXCPU) {
+      say("PyTorch takes far longer than with any model of its size; it is damaged, or made to do harm.\n");
+    } else {
+      say("PyTorch crashes on it (");
+      say(name);
+      say("); it is damaged, or made to do harm.\n");
+    }
+    _exit(kBadInput);
+  }
+  if (number == SIGXCPU) {
+    std::signal(number, SIG_DFL);
+    std::raise(number);
+    return;
+  }
+  say("tsmem: It crashed (");
+  say(name);
+  say(").\nThis is a bug in tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION
+      "). Please report it with this message, the command line, and the model or the code that makes it.\n");
+  _exit(kBug);
+}
+
 void on_signal(int number) {
   remove_temporary_file();
   std::signal(number, SIG_DFL);
@@ -51,6 +134,21 @@ void on_signal(int number) {
 }
 
 void handle_signals() {
+  // Deep recursion needs what `ulimit -s` may not give; the handler a stack of its own, when there was none left.
+  rlimit depth{};
+  getrlimit(RLIMIT_STACK, &depth);
+  depth.rlim_cur = std::max(depth.rlim_cur, std::min<rlim_t>(depth.rlim_max, 64 << 20));
+  setrlimit(RLIMIT_STACK, &depth);
+  static char handlers_stack[64 << 10];
+  const stack_t stack{handlers_stack, 0, sizeof handlers_stack};
+  sigaltstack(&stack, nullptr);
+  struct sigaction crash {};
+  crash.sa_handler = on_crash;
+  crash.sa_flags = SA_ONSTACK | static_cast<int>(SA_RESETHAND);
+  for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGXCPU}) sigaction(number, &crash, nullptr);
+  std::set_terminate([] { std::abort(); });  // without words of its own
+  on_reading = while_reading;
+
   std::signal(SIGPIPE, SIG_IGN);  // writes fail instead, which print() knows
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then a full disk
   for (int number : {SIGINT, SIGTERM, SIGHUP})
@@ -109,7 +207,7 @@ int run(int argc, char** argv) {
                        "Print the version and exit");
   app.set_help_flag("-h,--help", "Print this help and exit");
   app.require_subcommand(1)->fallthrough();
-  app.add_option("--seed", common.seed, "Seed of random inputs (default 0)");
+  app.add_option("--seed", common.seed, "Seed of random inputs (default 0)")->check(whole_number(0, UINT64_MAX));
   app.add_flag("-v,--verbose", common.verbose, "Print more");
   app.add_flag("-q,--quiet", common.quiet, "Print errors and results alone");
   app.add_option("--color", common.color, "auto, always or never")->check(CLI::IsMember({"auto", "always", "never"}));

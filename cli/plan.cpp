@@ -86,7 +86,7 @@ Run add_plan(CLI::App& app, const Common& common) {
   o->limits.add(app);
   app.add_option("--points", o->points, "Budgets, from the smallest to the original's peak (default 10)")
       ->type_name("N")
-      ->check(CLI::Range(2, 100));
+      ->check(whole_number(2, 100));
   app.add_option("--amp", o->amp, "Plan for forward under autocast, as rewrite --amp writes it")
       ->check(CLI::IsMember({"bf16", "f16"}));
   app.add_option("--plot", o->plot, "Draw the front, as .svg or .png")->type_name("FILE");

@@ -22,7 +22,7 @@ void PlanLimits::add(CLI::App& app) {
   app.add_flag("--estimate", estimate, "Plan from shapes, FLOPs and bytes: run nothing");
   app.add_option("--solve-seconds", seconds, "Time limit of one solve (default 2, more for thousands of operators)")
       ->type_name("SECONDS")
-      ->check(CLI::PositiveNumber);
+      ->check(positive_number(1e6));
 }
 
 void PlanLimits::check(bool has_input, const std::string& amp) const {

@@ -231,13 +231,15 @@ Run add_profile(CLI::App& app, const Common& common) {
   app.add_flag("--eval", o->eval, "In eval mode (default: train mode); backward runs all the same");
   app.add_flag("--input-grad", o->input_grad, "Floating-point inputs need a gradient too");
   app.add_option("--vs", o->other, "Measure this model too, and print both side by side")->type_name("OTHER.pt");
-  app.add_option("--depth", o->depth, "Fold modules deeper than this (default 2; -1: show all)")->type_name("N");
+  app.add_option("--depth", o->depth, "Fold modules deeper than this (default 2; -1: show all)")
+      ->type_name("N")
+      ->check(whole_number(-1, 1000));
   app.add_option("--steps", o->steps, "Timed steps, after the warm-up (default 5)")
       ->type_name("N")
-      ->check(CLI::Range(5, 100000));
+      ->check(whole_number(5, 100000));
   app.add_option("--warmup", o->warmup, "Steps before the one that is recorded (default 3)")
       ->type_name("N")
-      ->check(CLI::Range(3, 100000));
+      ->check(whole_number(3, 100000));
   app.add_option("--plot", o->plot,
                  "Draw live bytes over the step by module, as .svg, .png or .html (one page, with zoom and a table)")
       ->type_name("FILE");

@@ -459,7 +459,7 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("--optimizer-states", o->optimizer_states,
                  "Tensors of a parameter's size that the optimizer holds for it, such as 2 for Adam (default 0)")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole_number(0, 100));
   app.footer("Example: tsmem rewrite model.pt -o model.mem.pt --input 8x3x224x224");
   return [o, &common, &app] { return rewrite_file(*o, common, app); };
 }

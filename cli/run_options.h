@@ -46,7 +46,7 @@ struct RunOptions {
     app.add_option("--device", device, "Where to run: cpu (default), cuda or cuda:N")->type_name("DEVICE");
     app.add_option("--threads", threads, "CPU threads (default: PyTorch's choice)")
         ->type_name("N")
-        ->check(CLI::PositiveNumber);
+        ->check(whole_number(1, kMostThreads));
     app.add_option("--json", json, "Write a report; '-' for standard output")->type_name("FILE");
   }
 

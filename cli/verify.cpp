@@ -101,10 +101,10 @@ Run add_verify(CLI::App& app, const Common& common) {
   o->run.add(app);
   app.add_option("--calls", o->calls, "Calls to compare in each mode (default 4)")
       ->type_name("N")
-      ->check(CLI::Range(1, 10000));
+      ->check(whole_number(1, 10000));
   app.add_option("--seeds", o->seeds, "Inputs over which median error ratios are taken (default 5)")
       ->type_name("N")
-      ->check(CLI::Range(1, 10000));
+      ->check(whole_number(1, 10000));
   app.add_flag("--train", o->train, "In train mode alone");
   app.add_flag("--eval", o->eval, "In eval mode alone, with and without grad");
   app.add_flag("--no-measure", o->no_measure, "Compare numbers alone, not memory and time");

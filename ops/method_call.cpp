@@ -1,8 +1,10 @@
 #include "method_call.h"
 
 #include <ATen/core/stack.h>
-
 #include <torch/csrc/jit/api/module.h>
+
+#include <algorithm>
+#include <utility>
 
 namespace tsmem {
 
@@ -45,6 +47,25 @@ IValue replace(const IValue& v, const Tensor*& next) {
   return v;
 }
 
+namespace {
+
+// What runs in this thread by call(). TorchScript refuses methods that call themselves, but does not see through us.
+thread_local std::vector<std::pair<const void*, const torch::jit::Function*>> running;
+
+struct Running {
+  Running(const void* self, const torch::jit::Function* function) {
+    TORCH_CHECK(std::find(running.begin(), running.end(), std::make_pair(self, function)) == running.end(),
+                "tsmem: the method ", function->qualname().qualifiedName(),
+                " calls itself, by tsmem::checkpoint or tsmem::autocast, without an end");
+    running.emplace_back(self, function);
+  }
+  ~Running() { running.pop_back(); }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+};
+
+}  // namespace
+
 IValue call(const IValue& self, const std::string& method, const IValue& arguments) {
   const auto object = self.toObject();
   torch::jit::Stack stack{self};
@@ -53,6 +74,7 @@ IValue call(const IValue& self, const std::string& method, const IValue& argumen
   TORCH_CHECK(
       function, "tsmem: ", object->type()->repr_str(), " has no method ", method,
       "; torch.jit.freeze and optimize_for_inference take it away: use them on the original (tsmem rewrite --restore)");
+  const Running now(object.get(), function);
   function->run(stack);
   return stack.back();
 }

@@ -2,17 +2,20 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <vector>
+#include <set>
 
+#include "crc32.h"
 #include "error.h"
 
 namespace tsmem {
 namespace {
 
-// Little-endian numbers, zip's and pickle's.
+// Little-endian numbers.
 uint64_t number(const char* at, int bytes) {
   uint64_t n = 0;
   for (int i = bytes - 1; i >= 0; --i) n = n << 8 | static_cast<unsigned char>(at[i]);
@@ -64,6 +67,7 @@ void read_zip64(const std::string& extra, Record& record) {
 }
 
 constexpr size_t kEndSize = 22, kLocatorSize = 20, kEntrySize = 46, kHeaderSize = 30, kLongestComment = 65535;
+constexpr uint64_t kLargeDeflated = 64 << 20;
 
 }  // namespace
 
@@ -103,13 +107,15 @@ Archive read_archive(const std::string& path, const std::string& what) {
   if (!bytes.read(directory_offset, directory_size, directory)) throw broken("its zip directory lies outside the file");
 
   Archive archive;
+  std::set<std::string> names;
   uint64_t sum = 0;
   size_t at = 0;
   for (uint64_t i = 0; i < count; ++i) {
     if (at + kEntrySize > directory.size() || directory.compare(at, 4, "PK\x01\x02") != 0)
       throw broken("its zip directory is shorter than it says");
     Record record{number(&directory[at + 24], 4), number(&directory[at + 20], 4), number(&directory[at + 42], 4),
-                  static_cast<int>(number(&directory[at + 10], 2))};
+                  static_cast<int>(number(&directory[at + 10], 2)),
+                  static_cast<uint32_t>(number(&directory[at + 16], 4))};
     size_t name_size = number(&directory[at + 28], 2), extra_size = number(&directory[at + 30], 2),
            comment_size = number(&directory[at + 32], 2);
     size_t next = at + kEntrySize + name_size + extra_size + comment_size;
@@ -130,171 +136,52 @@ Archive read_archive(const std::string& path, const std::string& what) {
                     : record.method == 8 ? record.size / 1032 <= record.stored_size
                                          : false;
     if (!possible) throw broken("record '" + name + "' has an impossible size or an unknown compression");
+    // PyTorch deflates code, and the places in the source that belong to it, which shrink to a tenth.
+    if (record.method == 8 && record.size > kLargeDeflated && record.size / 100 > record.stored_size)
+      throw broken("record '" + name + "' would become " + std::to_string(record.size >> 20) + " MiB out of " +
+                   std::to_string(record.stored_size >> 10) + " KiB, as nothing does that PyTorch writes");
     sum += record.stored_size;
     if (sum > bytes.size) throw broken("its records overlap");
     auto slash = name.find('/');
-    archive.records[slash == name.npos ? name : name.substr(slash + 1)] = record;
+    auto inner = slash == name.npos ? name : name.substr(slash + 1);
+    // LibTorch looks records up without regard to case. Of code it does so too, where classes may differ in case alone.
+    auto plain = inner;
+    if (!inner.starts_with("code/") && !inner.starts_with("extra/"))
+      std::transform(plain.begin(), plain.end(), plain.begin(), [](unsigned char c) { return std::tolower(c); });
+    if (!names.insert(plain).second) throw broken("there are two records '" + inner + "'");
+    archive.records[inner] = record;
   }
   return archive;
 }
 
-std::string read_record(const std::string& path, const Record& record) {
-  if (record.method != 0) return "";
+namespace {
+
+// Calls `take` with the pieces of a stored record.
+template <class Take>
+void read_pieces(const std::string& path, const Record& record, uint64_t most, const Take& take) {
   auto bytes = open_file(path);
-  std::string header, data;
-  if (!bytes.read(record.header_offset, kHeaderSize, header) ||
-      !bytes.read(record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2), record.size,
-                  data))
-    throw Error(kBadInput, "Can't read '" + path + "'.");
+  std::string header, piece;
+  bool good = bytes.read(record.header_offset, kHeaderSize, header);
+  uint64_t at = good ? record.header_offset + kHeaderSize + number(&header[26], 2) + number(&header[28], 2) : 0;
+  for (uint64_t left = record.size; good && left > 0; left -= piece.size(), at += piece.size()) {
+    good = bytes.read(at, std::min(left, most), piece);
+    if (good) take(piece);
+  }
+  if (!good) throw Error(kBadInput, "Can't read '" + path + "'.");
+}
+
+}  // namespace
+
+std::string read_record(const std::string& path, const Record& record) {
+  std::string data;
+  if (record.method == 0) read_pieces(path, record, record.size, [&](const std::string& piece) { data = piece; });
   return data;
 }
 
-std::string pickle_fault(const std::string& pickle) {
-  size_t at = 0, depth = 0;
-  std::vector<size_t> marks;  // the depth at each MARK
-  auto left = [&] { return pickle.size() - at; };
-  auto pop = [&](size_t n) { return depth - (marks.empty() ? 0 : marks.back()) >= n ? (depth -= n, true) : false; };
-  while (at < pickle.size()) {
-    auto code = static_cast<unsigned char>(pickle[at++]);
-    size_t fixed = 0, length_bytes = 0, pops = 0, pushes = 0;
-    bool to_mark = false;
-    switch (code) {
-      case '.':
-        return "";  // STOP
-      case '(':
-        marks.push_back(depth);
-        break;
-      case ']':
-      case ')':
-      case '}':
-      case 'N':
-      case 0x88:
-      case 0x89:
-        pushes = 1;
-        break;
-      case 't':
-        to_mark = true;
-        pushes = 1;
-        break;
-      case 'e':
-      case 'u':
-        to_mark = true;
-        break;
-      case 0x85:
-        pops = 1;
-        pushes = 1;
-        break;
-      case 0x86:
-        pops = 2;
-        pushes = 1;
-        break;
-      case 0x87:
-        pops = 3;
-        pushes = 1;
-        break;
-      case 'a':
-      case 'b':
-        pops = 1;
-        break;
-      case 's':
-        pops = 2;
-        break;
-      case 'R':
-      case 0x81:
-        pops = 2;
-        pushes = 1;
-        break;
-      case 'Q':
-        pops = 1;
-        pushes = 1;
-        break;
-      case '0':
-        pops = 1;
-        break;
-      case 'J':
-        fixed = 4;
-        pushes = 1;
-        break;
-      case 'K':
-        fixed = 1;
-        pushes = 1;
-        break;
-      case 'M':
-        fixed = 2;
-        pushes = 1;
-        break;
-      case 'G':
-        fixed = 8;
-        pushes = 1;
-        break;
-      case 0x8a:
-      case 0x8c:
-      case 'C':
-      case 'U':
-        length_bytes = 1;
-        pushes = 1;
-        break;
-      case 'X':
-      case 'B':
-      case 'T':
-        length_bytes = 4;
-        pushes = 1;
-        break;
-      case 0x8d:
-      case 0x8e:
-        length_bytes = 8;
-        pushes = 1;
-        break;
-      case 0x80:
-        fixed = 1;
-        break;
-      case 0x95:
-        fixed = 8;
-        break;
-      case 'q':
-        fixed = 1;
-        break;
-      case 'h':
-        fixed = 1;
-        pushes = 1;
-        break;
-      case 'j':
-        fixed = 4;
-        pushes = 1;
-        break;
-      case 'r':  // memo entries are numbered one by one, each by an opcode of its own
-        if (left() >= 4 && number(&pickle[at], 4) > pickle.size()) return "a pickle in it asks for too large a table";
-        fixed = 4;
-        break;
-      case 'c':
-        for (int line = 0; line < 2; ++line) {
-          auto newline = pickle.find('\n', at);
-          if (newline == pickle.npos) return "a pickle in it ends too early";
-          at = newline + 1;
-        }
-        pushes = 1;
-        break;
-      default:
-        return "";
-    }
-    if (to_mark) {
-      if (marks.empty()) return "a pickle in it is inconsistent";
-      depth = marks.back();
-      marks.pop_back();
-    }
-    if (!pop(pops)) return "a pickle in it is inconsistent";
-    // Those that change what lies below: there must be something.
-    if ((code == 'a' || code == 'e' || code == 's' || code == 'u' || code == 'b' || code == 'q' || code == 'r') &&
-        depth == 0)
-      return "a pickle in it is inconsistent";
-    depth += pushes;
-    if (left() < length_bytes) return "a pickle in it ends too early";
-    uint64_t length = length_bytes ? number(&pickle[at], static_cast<int>(length_bytes)) : fixed;
-    at += length_bytes;
-    if (left() < length) return "a pickle in it ends too early";
-    at += length;
-  }
-  return "a pickle in it ends too early";
+uint32_t checksum(const std::string& path, const Record& record) {
+  uint32_t crc = 0;
+  read_pieces(path, record, 1 << 20, [&](const std::string& piece) { crc = crc32(crc, piece.data(), piece.size()); });
+  return crc;
 }
 
 }  // namespace tsmem

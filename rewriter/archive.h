@@ -2,8 +2,8 @@
 //
 // torch::jit::load trusts sizes that it finds in a file: a broken or hostile one can end the process or ask for all
 // memory. What can be known from outside is checked here: that the directory is whole, that every record lies inside
-// the file, that no record claims to be larger than its bytes can hold, and that no pickle asks for more than it has
-// bytes.
+// the file and is there once, and that no record claims to be larger than its bytes can hold. What is in the records:
+// check_file.h.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -13,7 +13,8 @@ namespace tsmem {
 
 struct Record {
   uint64_t size = 0, stored_size = 0, header_offset = 0;
-  int method = 0;  // 0 stored, 8 deflated
+  int method = 0;    // 0 stored, 8 deflated
+  uint32_t crc = 0;  // of its bytes, as the directory says
 };
 
 struct Archive {
@@ -26,12 +27,10 @@ struct Archive {
 // TorchScript file".
 Archive read_archive(const std::string& path, const std::string& what = "a TorchScript file");
 
-// The bytes of a record that is stored (PyTorch stores all that it writes); "" for a deflated one.
+// The bytes of a record that is stored (PyTorch deflates code and what belongs to it alone); "" for a deflated one.
 std::string read_record(const std::string& path, const Record& record);
 
-// Walks a pickle without running it. Returns what is wrong with it, "" where PyTorch can read it without asking for
-// more memory than the pickle has bytes, or taking more from its stack than is there. Opcodes that PyTorch doesn't know
-// are left to it.
-std::string pickle_fault(const std::string& pickle);
+// The CRC-32 of such a record's bytes, read in pieces.
+uint32_t checksum(const std::string& path, const Record& record);
 
 }  // namespace tsmem

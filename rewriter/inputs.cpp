@@ -12,6 +12,8 @@
 #include <fstream>
 #include <limits>
 
+#include "rewriter/archive.h"
+#include "rewriter/check_file.h"
 #include "rewriter/error.h"
 
 namespace tsmem {
@@ -157,6 +159,9 @@ IValue load_pickle(const std::string& path) {
     throw Error(kBadInput, fmt::format("The input file {} is not a file of torch.save in its zip format; save the "
                                        "inputs with torch.save(inputs, path).",
                                        path));
+  const auto archive = read_archive(path, "a file of torch.save");
+  const Reading reading(path, archive);
+  check_records(path, archive, /*tensors_alone=*/true);
   try {
     return torch::jit::pickle_load(bytes);
   } catch (const std::exception& e) {

@@ -1,6 +1,8 @@
 #include "model_file.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <torch/csrc/jit/serialization/export.h>
 #include <unistd.h>
@@ -11,10 +13,12 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <random>
 #include <set>
 
 #include "archive.h"
+#include "check_file.h"
 #include "error.h"
 #include "op_library.h"
 
@@ -32,7 +36,7 @@ std::string between(const std::string& text, const std::string& before, const st
 
 // What a file of torch.save or torch.export is, "" for TorchScript.
 std::string other_kind(const std::string& path, const Archive& archive) {
-  if (archive.has("constants.pkl") || archive.has("model.json")) return "";
+  if (archive.has("constants.pkl")) return "";
   if (archive.has("archive_format") || archive.has("models/model.json") ||
       archive.has("serialized_exported_program.json"))
     return "is an archive of torch.export, not TorchScript";
@@ -41,14 +45,6 @@ std::string other_kind(const std::string& path, const Archive& archive) {
   bool model = read_record(path, pickle->second).find("_modules") != std::string::npos;
   return model ? "is a pickled model written by torch.save, not TorchScript"
                : "is a state_dict or checkpoint written by torch.save, not TorchScript";
-}
-
-void check_pickles(const std::string& path, const Archive& archive) {
-  for (auto& [name, record] : archive.records) {
-    if (!name.ends_with(".pkl") || name.starts_with("extra/") || record.method != 0) continue;
-    if (auto fault = pickle_fault(read_record(path, record)); !fault.empty())
-      throw Error(kBadInput, "'" + path + "' is damaged: " + fault + " ('" + name + "').");
-  }
 }
 
 // The package whose operators or classes a message of torch::jit::load misses, else "".
@@ -81,27 +77,83 @@ Error load_error(const std::string& path, const std::exception& e) {
   return Error(kBadInput, "PyTorch can't load '" + path + "': " + why + ".");
 }
 
+// LibTorch looks at the indices of sparse tensors only where it is asked to.
+struct CheckSparse {
+  const std::optional<bool> before = at::globalContext().checkSparseTensorInvariants();
+  CheckSparse() { at::globalContext().setCheckSparseTensorInvariants(true); }
+  ~CheckSparse() { at::globalContext().setCheckSparseTensorInvariants(before); }
+};
+
 // Where a temporary file is being written, for remove_temporary_file.
 std::atomic<const char*> temporary{nullptr};
+
+// Through symbolic links their target is written, as every other program does, also where nothing is there yet.
+fs::path followed(fs::path path) {
+  std::error_code error;
+  for (int links = 0; links < 40 && fs::is_symlink(fs::symlink_status(path, error)); ++links)
+    path = path.parent_path() / fs::read_symlink(path, error);
+  return path;
+}
+
+constexpr size_t kLongestName = 255;  // of a file, in bytes: NAME_MAX of Linux's file systems
+
+// What temporary files for `target` begin with. Names that leave no room for more are cut, and told apart by a hash.
+std::string temporary_stem(const fs::path& target) {
+  const std::string mark = ".tmp-tsmem-", name = target.filename().string();
+  const size_t room = kLongestName - mark.size() - 16;
+  if (name.size() <= room) return name + mark;
+  size_t cut = room - 17;
+  while (cut > 0 && (static_cast<unsigned char>(name[cut]) & 0xc0) == 0x80) --cut;  // not inside a character
+  return name.substr(0, cut) + fmt::format("~{:016x}", std::hash<std::string>()(name)) + mark;
+}
+
+// Removes the temporary files of tools that ended before they could (SIGKILL, no power): a live one holds a lock on its
+// own.
+void clear_left_over(const fs::path& directory, const std::string& stem) {
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+    const auto name = entry->path().filename().string();
+    if (!name.starts_with(stem) || name.size() != stem.size() + 16 ||
+        name.find_first_not_of("0123456789abcdef", stem.size()) != name.npos)
+      continue;
+    const int fd = open(entry->path().c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) continue;
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) unlink(entry->path().c_str());
+    close(fd);
+  }
+}
 
 // A file beside its target, removed unless it is renamed to it.
 class NewFile {
  public:
-  explicit NewFile(const std::string& path) : target_(path) {
-    // Through a symbolic link its target is written, as every other program does.
-    std::error_code ignored;
-    if (fs::is_symlink(target_, ignored)) {
-      auto resolved = fs::weakly_canonical(target_, ignored);
-      if (!ignored) target_ = resolved;
-    }
+  explicit NewFile(const std::string& path) : target_(followed(path)) {
+    const auto directory = target_.has_parent_path() ? target_.parent_path() : fs::path(".");
+    const auto stem = temporary_stem(target_);
+    clear_left_over(directory, stem);
+    struct stat old;
+    const bool replaces = stat(target_.c_str(), &old) == 0;
     std::random_device random;
     for (int tries = 0; fd_ < 0 && tries < 100; ++tries) {
-      name_ = target_.string() + ".tmp" + std::to_string(random());
-      fd_ = open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+      name_ = (directory / fmt::format("{}{:08x}{:08x}", stem, random(), random())).string();
+      // What replaces a private file is never open to others.
+      fd_ = open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
       if (fd_ < 0 && errno != EEXIST) break;
+      // Between the two calls another tool may have taken it for left over. No lock is no loss: then none is cleared.
+      struct stat mine;
+      if (fd_ >= 0 && flock(fd_, LOCK_EX) == 0 && fstat(fd_, &mine) == 0 && mine.st_nlink == 0) {
+        close(fd_);
+        fd_ = -1;
+      }
     }
     if (fd_ < 0) throw failed(errno);
     temporary = name_.c_str();
+    if (replaces) {
+      // Who may read and write stays as it was, as far as we may say so; another group gets what all others have.
+      mode_t mode = old.st_mode & 0777;
+      if (fchown(fd_, static_cast<uid_t>(-1), old.st_gid) != 0) mode = (mode & ~070u) | (mode & 07u) << 3;
+      [[maybe_unused]] const int not_owner = fchown(fd_, old.st_uid, static_cast<gid_t>(-1));
+      if (fchmod(fd_, mode) != 0) error_ = errno;
+    }
   }
   NewFile(const NewFile&) = delete;
   NewFile& operator=(const NewFile&) = delete;
@@ -181,10 +233,15 @@ class NewFile {
 
 ModelFile load_model(const std::string& path, const std::string& device) {
   auto archive = read_archive(path);
+  if (archive.has("model.json"))
+    throw Error(kBadInput, "'" + path +
+                               "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
+                               "and save it in Python: torch.jit.load(\"model.pt\").save(\"new.pt\").");
   if (auto kind = other_kind(path, archive); !kind.empty())
     throw Error(kBadInput,
                 "'" + path + "' " + kind + "; script the model in Python: torch.jit.script(model).save(\"model.pt\").");
-  check_pickles(path, archive);
+  const Reading reading(path, archive);
+  check_records(path, archive);
   ModelFile file{path, {}, {}};
   for (auto& [name, record] : archive.records)
     if (name.starts_with("extra/")) file.extra_files[name.substr(6)] = "";
@@ -195,28 +252,39 @@ ModelFile load_model(const std::string& path, const std::string& device) {
   } catch (const std::exception& e) {
     throw Error(kUsage, "'" + device + "' is not a device; use cpu or cuda.");
   }
+  const CheckSparse check_sparse;
   for (std::set<std::string> tried;;) {
     try {
       file.module = torch::jit::load(path, where, extra);
       break;
     } catch (const std::bad_alloc&) {
       throw;
+    } catch (const c10::NotImplementedError&) {
+      // Quantized and sparse tensors have no meta device: then with weights.
+      if (!where->is_meta()) throw;
+      where.emplace("cpu");
     } catch (const std::exception& e) {
       auto package = package_missing_in(e.what());
       if (!tried.insert(package).second || !load_op_package(package)) throw load_error(path, e);
     }
   }
+  check_module(path, file.module);
   file.extra_files = {extra.begin(), extra.end()};
   return file;
 }
 
-void check_output(const std::string& path, bool force) {
+void check_output(const std::string& named, bool force) {
   std::error_code error;
+  const auto path = followed(named).string();
   auto status = fs::status(path, error);
   if (fs::is_directory(status)) throw Error(kBadInput, "Can't write '" + path + "': it is a directory.");
   if (fs::exists(status) && !fs::is_regular_file(status))
     throw Error(kBadInput, "Can't write '" + path + "': it is not a regular file.");
-  if (fs::exists(fs::symlink_status(path, error)) && !force) throw NewFile::exists(path);
+  if (fs::exists(fs::symlink_status(named, error)) && !force) throw NewFile::exists(named);
+  if (fs::is_symlink(fs::symlink_status(path, error)))
+    throw Error(kBadInput, "Can't write '" + named + "': its links lead nowhere.");
+  if (fs::path(path).filename().string().size() > kLongestName)
+    throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(ENAMETOOLONG) + ".");
   auto parent = fs::path(path).parent_path();
   if (parent.empty()) parent = ".";
   if (!fs::is_directory(parent, error))

@@ -11,6 +11,7 @@
 #include "rewriter/archive.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
+#include "rewriter/pickle.h"
 
 using namespace tsmem;
 using torch::jit::Module;
@@ -150,28 +151,34 @@ TEST_F(ModelFileTest, BrokenArchives) {
   EXPECT_GT(refused, 0u);
 }
 
+namespace {
+
+std::string fault_of(const std::string& pickle) { return pickle_fault(pickle, {}); }
+
+}  // namespace
+
 TEST(PickleFault, AcceptsWhatIsWhole) {
-  EXPECT_EQ(pickle_fault("\x80\x02)."), "");
-  EXPECT_EQ(pickle_fault("\x80\x02(K\x01K\x02tq" + std::string(1, '\0') + "."), "");
-  EXPECT_EQ(pickle_fault("\x80\x02"
+  EXPECT_EQ(fault_of("\x80\x02)."), "");
+  EXPECT_EQ(fault_of("\x80\x02(K\x01K\x02tq" + std::string(1, '\0') + "."), "");
+  EXPECT_EQ(fault_of("\x80\x02"
                          "ccollections\nOrderedDict\n)R."),
             "");
-  EXPECT_EQ(pickle_fault("\x80\x02]q\x01(K\x01K\x02"
+  EXPECT_EQ(fault_of("\x80\x02]q\x01(K\x01K\x02"
                          "e."),
             "");
 }
 
 TEST(PickleFault, RefusesWhatCannotBe) {
-  EXPECT_NE(pickle_fault(""), "");
-  EXPECT_NE(pickle_fault("\x80\x02)"), "");        // no end
-  EXPECT_NE(pickle_fault("\x80\x02\x86."), "");    // two of an empty stack
-  EXPECT_NE(pickle_fault("\x80\x02t."), "");       // no mark
-  EXPECT_NE(pickle_fault("\x80\x02)(\x85."), "");  // below the mark
-  EXPECT_NE(pickle_fault("\x80\x02X\xff\xff\xff\x7f"
+  EXPECT_NE(fault_of(""), "");
+  EXPECT_NE(fault_of("\x80\x02)"), "");        // no end
+  EXPECT_NE(fault_of("\x80\x02\x86."), "");    // two of an empty stack
+  EXPECT_NE(fault_of("\x80\x02t."), "");       // no mark
+  EXPECT_NE(fault_of("\x80\x02)(\x85."), "");  // below the mark
+  EXPECT_NE(fault_of("\x80\x02X\xff\xff\xff\x7f"
                          "abc."),
             "");                                               // a string longer than the file
-  EXPECT_NE(pickle_fault("\x80\x02)r\xff\xff\xff\x7f."), "");  // a memo of 2^31 entries
-  EXPECT_NE(pickle_fault("\x80\x02"
+  EXPECT_NE(fault_of("\x80\x02)r\xff\xff\xff\x7f."), "");  // a memo of 2^31 entries
+  EXPECT_NE(fault_of("\x80\x02"
                          "ccollections\n"),
             "");  // half a name
 }

@@ -1,0 +1,22 @@
+"""A few of the files that `make hostile` goes through: each with two commands, all commands by turns."""
+import pytest
+
+import run_hostile
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return run_hostile.make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def tool(tmp_path_factory):
+    tool = run_hostile.Tool(tmp_path_factory.mktemp("tool"))
+    yield tool
+    tool.close()
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_damaged_files(first, tool, models, tmp_path):
+    assert [line for seed in range(first, first + 20) for line in run_hostile.check(tool, seed, models, tmp_path, few=True)[1]] == []
