@@ -1,6 +1,6 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|verify|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
@@ -184,6 +184,38 @@ def rewrite(a, folder: Path) -> list:
     return rows
 
 
+def verify(a, folder: Path) -> list:
+    """Seconds of `verify` and of `rewrite --input`, start and loading included, against the first model's training step."""
+    import models
+
+    rows, shape = [], f"{a.batch}x3x{a.size}x{a.size}"
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    print(f"\nVerification, {shape} (x: not compared so large, but on the model's own example)")
+    print(f"{'model':42}{'step s':>9}{'verify s':>10}{'steps':>7}{'rewrite s':>11}{'calls':>7}  result")
+    for name in a.models:
+        model, example = models.cached(name)
+        report, new = folder / "verify.json", folder / "verified.pt"
+        options = ["--input", shape]
+        kind, own = models._torchvision_kind(name[3:]) if name.startswith("tv:") else "", " "
+        if kind in ("detection", "optical_flow", "video"):
+            options, own = ["--inputs", f"@{example}"], "x"
+        extra = ["--ops", str(Path(__import__("torchvision").__file__).parent / "_C.so")] if kind == "detection" else []
+        seconds, codes = [], []
+        for command in (["rewrite", *extra, model, "-o", new, "--force", "--quiet", *options],
+                        ["verify", *extra, model, new, "--quiet", "--json", report, *options]):
+            start = time.perf_counter()
+            codes.append(subprocess.run([TOOL, *map(str, command)], env=environment, stdout=subprocess.DEVNULL).returncode)
+            seconds.append(time.perf_counter() - start)
+        found = json.loads(report.read_text()) if codes[1] in (0, 1) else {"first_step_seconds": float("nan"), "calls": [], "compared": [], "thorough": None, "verdict": ""}
+        step = found["first_step_seconds"]
+        rows.append({"model": name, "inputs": options[1], "step_seconds": step, "verify_seconds": seconds[1], "rewrite_seconds": seconds[0], "codes": codes,
+                     "compared": found["compared"], "thorough": found["thorough"], "verdict": found["verdict"]})
+        print(f"{name:40}{own:2}{step:9.2f}{seconds[1]:10.1f}{seconds[1] / step:7.1f}{seconds[0]:11.1f}{len(found['calls']):7}  {codes[0]} {codes[1]}", flush=True)
+        report.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
+    return rows
+
+
 def programs(a, folder: Path) -> list:
     """The Google Benchmark programs of bench/, in a build folder of their own."""
     build = ROOT / "build" / "bench-programs"
@@ -237,7 +269,7 @@ def plans(a, folder: Path) -> list:
     return rows
 
 
-PARTS = {"memory": memory, "peers": peers, "plans": plans, "validation": validation, "rewrite": rewrite, "programs": programs}
+PARTS = {"memory": memory, "peers": peers, "plans": plans, "validation": validation, "rewrite": rewrite, "verify": verify, "programs": programs}
 
 
 def main() -> None:

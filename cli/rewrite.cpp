@@ -20,6 +20,7 @@
 #include "rewriter/rewrite.h"
 #include "rewriter/text.h"
 #include "rewriter/verify.h"
+#include "run_options.h"
 
 namespace tsmem::cli {
 namespace {
@@ -32,7 +33,7 @@ struct Options {
   int optimizer_states = 0;
   PlanLimits limits;
   RewriteOptions rewrite;
-  bool undo = false, explain = false, dry_run = false, force = false, no_verify = false;
+  bool undo = false, explain = false, dry_run = false, force = false, no_verify = false, thorough = false;
 };
 
 std::vector<int64_t> parse_batch_sizes(const std::string& text) {
@@ -67,6 +68,8 @@ void settle_level(Options& o, const CLI::App& app) {
   if (given("--budget")) parse_size(o.budget, "--budget", 1 << 20);
   if (given("--fit")) parse_size(o.fit, "--fit", 0);
   if (given("--batch-sizes")) parse_batch_sizes(o.batch_sizes);
+  if (o.thorough && (o.no_verify || (!given("--input") && !given("--inputs"))))
+    throw Error(kUsage, "--thorough says how to compare the numbers: give --input too, and no --no-verify.");
   if (o.level != "plan") return;
   if (!given("--budget") && !given("--fit"))
     throw Error(kUsage, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
@@ -200,14 +203,18 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   options.device = o.device;
   options.seed = common.seed;
   options.measure = false;
+  if (o.thorough) options.thorough = true;
+  const Progress progress(common);
+  options.progress = [&](const std::string& text, double done) { progress("verifying: " + text, done); };
   auto inputs = check_inputs(original, options.method, make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
   auto result = verify(original, rewritten, inputs, options);
+  progress.clear();
   if (!result.equal) {
     fmt::print(stderr, "tsmem: The rewritten model failed its verification, so no file was written: {}\n",
                result.verdict);
     return false;
   }
-  if (!common.quiet && o.json_file != "-") print("Verified: " + result.verdict + "\n");
+  if (!common.quiet && o.json_file != "-") print("Verified: " + result.verdict + "\n" + compared_text(result) + "\n");
   return true;
 }
 
@@ -443,6 +450,8 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_flag("--explain", o->explain, "Print what almost matched, and why not");
   app.add_flag("--dry-run", o->dry_run, "Write nothing");
   app.add_flag("--force", o->force, "Replace an existing output");
+  app.add_flag("--thorough", o->thorough,
+               "With --input: compare every call on the inputs given, however long it takes");
   app.add_flag("--no-verify", o->no_verify, "Do not verify the numbers, only the structure: for plans of large models");
   app.add_option("--json", o->json_file, "Write a report; '-' for standard output")->type_name("FILE");
   app.add_option("--budget", o->budget,

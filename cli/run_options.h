@@ -22,6 +22,12 @@ class Progress {
   void operator()(const std::string& text) const {
     if (on_) std::fprintf(stderr, "\r\033[K%s", text.substr(0, 78).c_str());
   }
+  // With a bar of which `done`, from 0 to 1, is filled.
+  void operator()(const std::string& text, double done) const {
+    constexpr int kWidth = 20;
+    const int filled = static_cast<int>(done * kWidth);
+    (*this)("[" + std::string(filled, '#') + std::string(kWidth - filled, '.') + "] " + text);
+  }
   void clear() const {
     if (on_) std::fputs("\r\033[K", stderr);
   }

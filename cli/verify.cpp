@@ -17,8 +17,8 @@ namespace {
 struct Options {
   std::string a, b;
   RunOptions run;
-  bool train = false, eval = false, no_measure = false;
-  int calls = 4, seeds = 5;
+  bool train = false, eval = false, no_measure = false, thorough = false;
+  int calls = 0, seeds = 0;
 };
 
 std::string error_text(double e) {
@@ -38,7 +38,7 @@ void print_calls(const VerifyResult& r) {
                     error_text(c.buffer_error), error_text(c.f64_error)});
   }
   for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
-  print("\nRelative errors of the second model against the first\n" + table(rows));
+  if (rows.size() > 1) print("\nRelative errors of the second model against the first\n" + table(rows));
 }
 
 void print_figures(const VerifyResult& r) {
@@ -70,8 +70,9 @@ int run(const Options& o, const Common& common) {
   options.train_mode = o.train || !o.eval;
   options.eval_mode = o.eval || !o.train;
   options.measure = !o.no_measure;
+  if (o.thorough) options.thorough = true;
   Progress progress(common);
-  options.progress = [&](const std::string& text) { progress(text); };
+  options.progress = [&](const std::string& text, double done) { progress(text, done); };
   auto r = verify(a.module, b.module, inputs, options);
   progress.clear();
   int code = r.equal ? kOk : kDifferent;
@@ -85,6 +86,7 @@ int run(const Options& o, const Common& common) {
     if (shown < r.differences.size()) print(fmt::format("  and {} more; -v shows all\n", r.differences.size() - shown));
   }
   if (!common.quiet) {
+    if (const auto compared = compared_text(r); !compared.empty()) print("\n" + compared + "\n");
     print_calls(r);
     print_figures(r);
     for (auto& note : r.notes) print("\n" + note + "\n");
@@ -99,14 +101,20 @@ Run add_verify(CLI::App& app, const Common& common) {
   app.add_option("A.pt", o->a, "The original")->required();
   app.add_option("B.pt", o->b, "The model that should be the same")->required();
   o->run.add(app);
-  app.add_option("--calls", o->calls, "Calls to compare in each mode (default 4)")
+  app.add_option("--calls", o->calls,
+                 "Calls to compare in each mode, also where that takes long (default 4, fewer where the time is short)")
       ->type_name("N")
       ->check(whole_number(1, 10000));
-  app.add_option("--seeds", o->seeds, "Inputs over which median error ratios are taken (default 5)")
+  app.add_option("--seeds", o->seeds,
+                 "Inputs over which median error ratios are taken (default 5, fewer where the time is short)")
       ->type_name("N")
       ->check(whole_number(1, 10000));
   app.add_flag("--train", o->train, "In train mode alone");
   app.add_flag("--eval", o->eval, "In eval mode alone, with and without grad");
+  app.add_flag(
+      "--thorough", o->thorough,
+      "Compare every call on the inputs given, however long it takes: without it verification takes at most 20 "
+      "seconds, or ten training steps' time, and uses smaller inputs where it has to");
   app.add_flag("--no-measure", o->no_measure, "Compare numbers alone, not memory and time");
   app.footer(
       "Example: tsmem verify model.pt model.mem.pt --input 8x3x224x224\n\nExit code 0 where the models are equal, 1 "

@@ -723,7 +723,7 @@ Profile profile(torch::jit::Module& module, const std::vector<IValue>& inputs, c
   }
   say("recording a step");
   auto recorder = record(step, module);
-  if (recorder->guessed()) {
+  if (options.modules && recorder->guessed()) {
     // In its first call each op knows its module. That of a copy: the measured module is called as its user would.
     say("finding the modules of differentiated graphs");
     std::stringstream bytes;

@@ -64,6 +64,7 @@ struct ProfileOptions {
   uint64_t seed = 0;
   int warmup = 3, steps = 5;
   bool timing = true;                                // false: memory alone, one measured step after the warm-up
+  bool modules = true;                               // false: the totals alone, which saves a step
   std::function<void(const std::string&)> progress;  // is told what runs now
 };
 

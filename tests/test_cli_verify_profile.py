@@ -216,6 +216,61 @@ def test_verify_different(models, other, says):
     assert says in out
 
 
+class Breakable(nn.Module):
+
+    def __init__(self, broken: bool):
+        super().__init__()
+        self.conv, self.broken = nn.Conv2d(3, 4, 3), broken
+
+    def forward(self, x):
+        assert not self.broken, "out of order"
+        return self.conv(x).tanh()
+
+
+def test_a_second_model_that_raises_is_to_blame(tmp_path):
+    torch.manual_seed(0)
+    good = Breakable(False)
+    bad = Breakable(True)
+    bad.load_state_dict(good.state_dict())
+    script(good, tmp_path / "good.pt")
+    script(bad, tmp_path / "bad.pt")
+    for options in ([], ["--thorough"]):
+        out = tsmem("verify", tmp_path / "good.pt", tmp_path / "bad.pt", *SHAPE, *options, code=1).stdout
+        assert out.startswith("The second model's forward fails on call 1 in train mode") and "out of order" in out.splitlines()[0]
+    assert "out of order" in one_sentence(tsmem("verify", tmp_path / "bad.pt", tmp_path / "good.pt", *SHAPE, code=3))
+
+
+def test_verify_says_what_it_compared(models, tmp_path):
+    args = ("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure")
+    report = tmp_path / "v.json"
+    assert "Compared: 5 calls each in train, eval on the inputs given (2x3x8x8 float32) in float32 and float64" in tsmem(*args, "--json", report).stdout
+    v = json.loads(report.read_text())
+    assert v["thorough"] and v["seconds"] > 0 and v["first_step_seconds"] > 0  # there was time for it all
+    assert [(c["mode"], c["calls"]) for c in v["compared"]] == [("train", 5), ("eval", 5), ("no_grad", 4)]
+    out = tsmem("rewrite", models / "net.pt", "-o", tmp_path / "new.pt", *SHAPE, "--thorough").stdout
+    assert "Verified: Equal" in out and "Compared: " in out
+    assert "--input" in one_sentence(tsmem("rewrite", models / "net.pt", "-o", tmp_path / "none.pt", "--thorough", code=2))
+
+
+def test_progress_is_for_terminals(models):
+    import pty
+
+    args = [TSMEM, "verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure"]
+    assert tsmem(*args[1:]).stderr == ""
+    terminal, other = pty.openpty()
+    done = subprocess.run([str(a) for a in args], stdout=subprocess.DEVNULL, stderr=other, timeout=300)
+    os.close(other)
+    shown = b""
+    while True:
+        try:
+            shown += (data := os.read(terminal, 65536))
+        except OSError:
+            break
+        if not data:
+            break
+    assert done.returncode == 0 and b"[#" in shown and b"train: call 2 of 5" in shown
+
+
 def one_sentence(done):
     lines = done.stderr.strip().splitlines()
     assert lines[0].startswith("tsmem: ") and "Traceback" not in done.stderr and "frame #" not in done.stderr

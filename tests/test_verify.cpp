@@ -305,11 +305,134 @@ TEST(Verify, MeasuresBoth) {
   EXPECT_GT(r.saved_bytes[1], r.saved_bytes[0]);  // the sigmoid's output, and tanh's is the model's
 }
 
+// Pictures large enough for smaller ones to be used.
+std::vector<IValue> large() {
+  auto generator = at::detail::getDefaultCPUGenerator().clone();
+  generator.set_current_seed(8);
+  return {at::randn({4, 3, 130, 160}, generator)};
+}
+
+// The check of a model whose step is too long for the whole one.
+VerifyResult hurried(const Module& a, const Module& b, const std::vector<IValue>& inputs = large()) {
+  VerifyOptions o;
+  o.thorough = false;
+  o.measure = false;
+  return verify(a, b, inputs, o);
+}
+
+TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
+  const auto r = hurried(net(), net());
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_FALSE(r.thorough);
+  ASSERT_EQ(r.calls.size(), 12u);
+  for (const auto& c : r.calls) EXPECT_LT(c.f64_error, 1e-12) << c.mode;
+  std::vector<std::string> what;
+  for (const auto& c : r.compared) {
+    EXPECT_EQ(c.inputs[0], c.given ? "4x3x130x160 float32" : "3x3x66x64 float32");
+    EXPECT_EQ(c.dtypes.size(), c.given ? 1u : 2u);
+    EXPECT_EQ(c.calls, !c.given ? 4 : c.mode == "train" ? 2 : 1) << c.mode;
+    what.push_back(c.mode);
+  }
+  EXPECT_EQ(what, (std::vector<std::string>{"train", "train", "eval", "eval", "no_grad", "no_grad"}));
+  EXPECT_EQ(compared_text(r),
+            "Compared: 4 calls each in train, eval, no_grad on smaller inputs (3x3x66x64 float32) in float32 and "
+            "float64; 2 calls in train on the inputs given (4x3x130x160 float32) in float32; 1 call each in eval, "
+            "no_grad on the inputs given (4x3x130x160 float32) in float32. --thorough compares everything on the "
+            "inputs given.");
+}
+
+// A picture of its own size alone: what is behind the flattening has a fixed size.
+TEST(Verify, HurriedTakesFewerRowsWhereOnlyTheseFit) {
+  const auto fixed = with(kNet, "torch.tanh(y)", "torch.flatten(y, 1) @ torch.ones([4 * 128 * 158, 2]).to(y)");
+  const auto r = hurried(net(fixed), net(fixed));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_EQ(r.compared[0].inputs[0], "3x3x130x160 float32");
+  // And none but the whole where the rows are fixed, too.
+  const auto rigid = with(fixed, "  y = torch.conv2d", "  assert x.size(0) == 4\n  y = torch.conv2d");
+  const auto all = hurried(net(rigid), net(rigid));
+  EXPECT_TRUE(all.equal) << all.verdict;
+  for (const auto& c : all.compared) EXPECT_TRUE(c.given);
+}
+
+// Smaller inputs must reach every parameter that those given do.
+TEST(Verify, HurriedTakesInputsThatReachEveryParameter) {
+  const auto deep =
+      with(kNet, "self.gamma, self.beta,", "self.gamma if x.size(2) > 100 else torch.ones([4]), self.beta,");
+  const auto r = hurried(net(deep), net(deep));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_EQ(r.compared[0].inputs[0], "3x3x130x128 float32");
+}
+
+TEST(Verify, HurriedCatchesWhatTheWholeCheckDoes) {
+  // Counts its calls, in an attribute that is no state.
+  const auto counting = with(kNet, "  y = torch.conv2d", "  self.count = self.count + 1\n  y = torch.conv2d");
+  const auto counter = [](const std::string& source) {
+    Module m("Net");
+    m.register_attribute("training", c10::BoolType::get(), true);
+    m.register_attribute("count", c10::IntType::get(), 0);
+    const auto plain = net();
+    for (const auto& p : plain.named_parameters())
+      m.register_parameter(p.name, p.value.clone().detach().requires_grad_(), false);
+    for (const auto& b : plain.named_buffers()) m.register_buffer(b.name, b.value.clone());
+    m.define(source);
+    return m;
+  };
+  EXPECT_TRUE(hurried(counter(counting), counter(counting)).equal);
+  const auto third = with(counting, "torch.tanh(y)", "torch.tanh(y) * (1.0001 if self.count == 3 else 1.0)");
+  const std::string norm =
+      "torch.batch_norm(y, self.gamma, self.beta, self.mean, self.var, self.training, 0.1, 1e-5, False)";
+  EXPECT_FALSE(verify(counter(counting), counter(third), image(), quick()).equal);  // and so the whole check
+  const std::tuple<const char*, Module, Module> faults[] = {
+      {"third call", counter(counting), counter(third)},
+      {"gradient", net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(y) * 0.999 + (torch.tanh(y) * 0.001).detach()"))},
+      {"buffers", net(), net(with(kNet, "  return", "  z = " + norm + "\n  return"))},
+      {"eval", net(),
+       net(with(kNet, "  return torch.tanh(y)", "  if not self.training:\n    y = y + 1e-5\n  return torch.tanh(y)"))},
+      {"without grad", net(),
+       net(with(kNet, "  return torch.tanh(y)",
+                "  if not torch.is_grad_enabled():\n    y = y + 1e-5\n  return torch.tanh(y)"))},
+      {"large pictures", net(),
+       net(with(kNet, "torch.tanh(y)", "torch.tanh(y * (1.001 if x.size(2) > 100 else 1.0))"))},
+      {"all rows", net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(torch.cat([y[:3], y[3:] * 1.001]))"))},
+      {"float32 alone", net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(y * (1.001 if y.dtype == 6 else 1.0))"))},
+  };
+  for (const auto& [name, a, b] : faults) {
+    EXPECT_FALSE(hurried(a, b).equal) << name;
+  }
+}
+
+TEST(Verify, ASecondModelThatRaisesIsToBlame) {
+  const auto broken = net(with(kNet, "  y = torch.conv2d", "  assert False, \"out of order\"\n  y = torch.conv2d"));
+  for (bool in_time : {false, true}) {
+    auto o = quick();
+    o.measure = true;
+    if (!in_time) o.thorough = false;
+    const auto r = verify(net(), broken, image(), o);
+    EXPECT_FALSE(r.equal);
+    EXPECT_EQ(
+        r.verdict.find("The second model's forward fails on call 1 in train mode, where the first model's does not"),
+        0u)
+        << r.verdict;
+    EXPECT_NE(r.verdict.find("out of order"), std::string::npos) << r.verdict;
+  }
+  EXPECT_THROW(verify(broken, net(), image(), quick()), Error);
+  // A method that the second lacks is a difference in structure.
+  const auto more = net(std::string(kNet) + "\ndef encode(self, x):\n  return x * self.gamma[0]\n");
+  auto o = quick();
+  o.method = "encode";
+  const auto r = verify(more, net(), image(), o);
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("'encode'"), std::string::npos) << r.verdict;
+}
+
 TEST(Verify, Json) {
   auto j = to_json(check(net(), net(with(kNet, "self.beta", "self.beta.detach()"))));
   EXPECT_FALSE(j["equal"]);
   EXPECT_EQ(j["gradients_only_in"]["a"][0], "beta");
   EXPECT_TRUE(j["state_dict_equal"]);
+  EXPECT_TRUE(j["thorough"]);  // there was time
+  EXPECT_EQ(j["compared"][0]["inputs"][0], "4x3x8x8 float32");
+  EXPECT_EQ(j["compared"][0]["dtypes"], (std::vector<std::string>{"float32", "float64"}));
   for (auto key : {"saved_bytes", "peak_bytes", "step_seconds"}) EXPECT_EQ(j[key].size(), 2u);
   for (auto key : {"mode", "output_error", "gradient_error", "buffer_error", "f64_error"})
     EXPECT_TRUE(j["calls"][0].contains(key)) << key;
