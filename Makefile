@@ -1,6 +1,7 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
 # make test    every test
+# make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make bench   every benchmark; results in build/bench
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
@@ -11,7 +12,9 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test sanitize bench setup clean format tidy
+SEEDS ?= 0:1000
+
+.PHONY: build demo test fuzz sanitize bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -29,6 +32,9 @@ test: build
 	if [ $$cpp -ne 0 ]; then echo "make test: ctest failed"; fi; \
 	if [ $$py -ne 0 ]; then echo "make test: pytest failed"; fi; \
 	[ $$cpp -eq 0 ] && [ $$py -eq 0 ]
+
+fuzz: build
+	@$(PYTHON) tests/random/fuzz.py $(SEEDS)
 
 # Python has no sanitizers of its own: they are loaded before it, and its leaks are not ours.
 sanitize: setup
