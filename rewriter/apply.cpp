@@ -11,34 +11,96 @@ namespace tsmem {
 
 using namespace torch::jit;
 
-// All scopes around a match's nodes.
-static void add_scopes(const Found& f, std::unordered_set<const Scope*>& scopes) {
-  for (const Place& p : f.nodes)
-    for (const Scope* s = p.scope; s; s = s->parent) scopes.insert(s);
+static void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& scopes) {
+  for (; s; s = s->parent) scopes.insert(s);
 }
 
-std::vector<const Found*> matches_of_method(const std::vector<Found>& found, const HasMatch& callee_has) {
-  std::unordered_set<const Scope*> inlined;
-  std::vector<bool> ours(found.size());
-  const auto left_to_callee = [&](const Found& f) {
-    const Scope* outermost = nullptr;  // of the module calls around the match that stay calls
-    for (const Scope* s = f.scope; s; s = s->parent)
-      if (s->of_module && !inlined.count(s)) outermost = s;
-    return outermost && callee_has(outermost->type.get(), outermost->method, f);
+// A match told from all others of a view. A dropout that draws otherwise is another match, and so is an op that may not
+// offer its output.
+static auto identity(const Found& f, const std::vector<Place>& nodes) {
+  std::vector<std::pair<const Scope*, Node*>> places;
+  for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
+  return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten);
+}
+
+// Where a callee's place is in a caller's view, in which the callee was entered by `call`; null where it was not
+// copied.
+static std::optional<Place> within(const Scope* call, const Place& p, const Scopes& scopes) {
+  std::vector<const Scope*> way;
+  for (const Scope* s = p.scope; s; s = s->parent) way.push_back(s);
+  const Scope* at = call;
+  for (auto s = way.rbegin(); s != way.rend(); ++s) {
+    auto it = scopes.all.find({at, (*s)->node, (*s)->branch});
+    if (it == scopes.all.end()) return std::nullopt;
+    at = it->second.get();
+  }
+  return Place{at, p.node};
+}
+
+Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
+                      const std::set<std::pair<const Scope*, Node*>>& copied, const Scopes& scopes,
+                      const MatchesOf& matches_of) {
+  using Identity = decltype(identity(allowed[0], {}));
+  std::set<Identity> here;
+  for (const Found& f : all) here.insert(identity(f, f.nodes));
+  // A callee's match, as it would be in this view; null where not all of its nodes are.
+  const auto seen_from_here = [&](const Found& f, const Scope* call) -> std::optional<std::vector<Place>> {
+    std::vector<Place> nodes;
+    for (const Place& p : f.nodes) {
+      const auto place = within(call, p, scopes);
+      if (!place || !copied.count({place->scope, place->node})) return std::nullopt;
+      nodes.push_back(*place);
+    }
+    return nodes;
   };
+  std::unordered_set<const Scope*> calls;
+  for (const auto& [scope, node] : copied)
+    for (const Scope* s = scope; s && calls.insert(s).second; s = s->parent) continue;
+  Choice choice;
+  std::unordered_map<const Scope*, std::set<Identity>> of_call;
+  std::unordered_set<const Scope*> differing;  // calls whose callee has a match that this view has not
+  for (const Scope* s : calls) {
+    if (!s->of_module) continue;
+    const std::vector<Found>* theirs = matches_of(s->type.get(), s->method);
+    if (!theirs) continue;
+    for (const Found& f : *theirs)
+      if (const auto nodes = seen_from_here(f, s)) {
+        const auto id = identity(f, *nodes);
+        if (here.count(id))
+          of_call[s].insert(id);
+        else
+          differing.insert(s);
+      }
+  }
+  // Of the module calls around a scope that stay calls; null: none.
+  const auto outermost_call = [&](const Scope* scope) {
+    const Scope* outermost = nullptr;
+    for (const Scope* s = scope; s; s = s->parent)
+      if (s->of_module && !choice.inlined.count(s)) outermost = s;
+    return outermost;
+  };
+  const auto left_to_callee = [&](const Found& f) {
+    const Scope* call = outermost_call(f.scope);
+    return call && of_call[call].count(identity(f, f.nodes)) > 0;
+  };
+  std::vector<bool> ours(allowed.size());
   // A match that crosses a call inlines it, which brings in the matches inside that call.
   for (bool changed = true; changed;) {
     changed = false;
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (ours[i] || left_to_callee(found[i])) continue;
+    for (const Scope* s : differing)
+      if (outermost_call(s) == s) {
+        add_with_parents(s, choice.inlined);
+        changed = true;
+      }
+    for (size_t i = 0; i < allowed.size(); ++i) {
+      if (ours[i] || left_to_callee(allowed[i])) continue;
       ours[i] = changed = true;
-      add_scopes(found[i], inlined);
+      for (const Place& p : allowed[i].nodes) add_with_parents(p.scope, choice.inlined);
     }
   }
-  std::vector<const Found*> chosen;
-  for (size_t i = 0; i < found.size(); ++i)
-    if (ours[i]) chosen.push_back(&found[i]);
-  return chosen;
+  for (size_t i = 0; i < allowed.size(); ++i)
+    if (ours[i]) choice.matches.push_back(&allowed[i]);
+  return choice;
 }
 
 namespace {
@@ -93,7 +155,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
     }
   }
-  if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op));
+  if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op, f));
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())
@@ -197,18 +259,44 @@ Offers offers_recompute(const std::string& op) {
   return Offers::nothing;
 }
 
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
+// Calls and constant branches that are given an inner value, and in the view neither use it nor ask for more than its
+// size, as a norm's check of its input's dimensions: what they contain is to be inlined as well. False: there are none.
+static bool add_users_of_inner_values(const View& copy, const Scopes& scopes, const std::vector<const Found*>& matches,
+                                      std::unordered_set<const Scope*>& wanted) {
+  bool any = false;
+  const std::function<void(Value*)> add_users = [&](Value* v) {
+    for (const Use& use : v->uses())
+      for (const Node* n = use.user; n; n = n->owningBlock()->owningNode()) {
+        const auto place = copy.places.find(n);
+        if (place == copy.places.end()) continue;
+        for (int branch : {-1, 0, 1})
+          if (auto it = scopes.all.find({place->second.scope, place->second.node, branch}); it != scopes.all.end())
+            any |= wanted.insert(it->second.get()).second;
+      }
+  };
+  for (const Found* f : matches) {
+    std::set<std::string> made;
+    for (const Line& line : parse_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
+    for (const auto& [name, o] : f->values)
+      if (o.output && !made.count(name))
+        add_users(copy.copies.at({f->nodes[o.node].scope, f->nodes[o.node].node})->output(o.index));
+  }
+  return any;
+}
+
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                                      const RecomputeArgument& recompute) {
-  std::unordered_set<const Scope*> wanted;
-  for (const Found* f : matches) add_scopes(*f, wanted);
+  std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
   // seen through: the view did so, and a match may have reached a value by it.
-  View copy = copy_graph(source, scopes, [&](const Scope* s) {
+  const auto inlines = [&](const Scope* s) {
     const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
-  });
-  for (const Found* f : matches) put(*copy.graph, copy, *f, recompute);
+  };
+  View copy = copy_graph(source, scopes, inlines);
+  while (add_users_of_inner_values(copy, scopes, choice.matches, wanted)) copy = copy_graph(source, scopes, inlines);
+  for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);
   // The check takes seconds for thousands of branches, as each looks at all nodes.
   const auto nodes = copy.graph->nodes();

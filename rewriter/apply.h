@@ -1,28 +1,42 @@
 // Putting matches into a method's graph. The only file that edits graphs.
 #pragma once
+#include <set>
+#include <unordered_set>
+
 #include "rewriter/match.h"
 
 namespace tsmem {
 
 // The `recompute` argument of an op of ours that is put into a graph, at its insert point.
-using RecomputeArgument = std::function<Value*(Graph&, const std::string& op)>;
-
-// The body of `source` with the matches applied: calls and branches that a match crosses are inlined, the rest stays as
-// it was. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a pattern).
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const std::vector<const Found*>& matches,
-                                     const RecomputeArgument& recompute);
+using RecomputeArgument = std::function<Value*(Graph&, const std::string& op, const Found&)>;
 
 // Whether an op of ours ("tsmem::add") can offer its output to be made again: its last argument is `recompute`. A dear
 // one (a convolution, a matrix product) is only made again where a plan says so.
 enum class Offers { nothing, cheap, dear };
 Offers offers_recompute(const std::string& op);
 
-// Whether a method of a module class has the same match of the same nodes in its own view.
-using HasMatch = std::function<bool(const c10::ClassType*, const std::string& method, const Found&)>;
+// The matches of a module class's method in its own view; null where it is not rewritten.
+using MatchesOf = std::function<const std::vector<Found>*(const c10::ClassType*, const std::string& method)>;
 
-// Those of `found`, all matches in a method's view, that are to be applied in this method: all that no callee's own
+// What of a view is applied in the method's own body.
+struct Choice {
+  std::vector<const Found*> matches;
+  std::unordered_set<const Scope*> inlined;  // calls and branches to be inlined
+};
+
+// Which of `allowed`, of all matches in a method's view, are to be applied in this method: all that no callee's own
 // method has (they cross a call, or are legal only because of what the caller passes), and those in the calls that
-// these inline. Functions are shared with the kept originals and never rewritten in place.
-std::vector<const Found*> matches_of_method(const std::vector<Found>& found, const HasMatch& callee_has);
+// these inline. A call is inlined too where its callee's own method has a match that this view has not: one that is
+// illegal for what this caller does, or whose result it does not use. Functions are shared with the kept originals and
+// never rewritten in place. `copied`: places of the view, those of code that is never run included.
+Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
+                      const std::set<std::pair<const Scope*, Node*>>& copied, const Scopes& scopes,
+                      const MatchesOf& matches_of);
+
+// The body of `source` with the matches applied: calls and branches that a match crosses, and those that the choice
+// names, are inlined, the rest stays as it was. Throws std::logic_error where an op's schema does not take what the
+// rule gives it (a bug in a pattern).
+std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                                     const RecomputeArgument& recompute);
 
 }  // namespace tsmem

@@ -17,6 +17,31 @@ static void each_dropout(Block* block, const std::function<void(Node*)>& f) {
   }
 }
 
+// Makes what views give out inputs of the graph.
+static void cut_views(Graph& graph, Block* block) {
+  for (auto it = block->nodes().begin(); it != block->nodes().end();) {
+    Node* n = *it++;
+    for (Block* b : n->blocks()) cut_views(graph, b);
+    const FunctionSchema* schema = n->maybeSchema();
+    if (!schema || schema->is_mutable() || n->outputs().size() != 1 || !schema->returns()[0].alias_info()) continue;
+    n->output()->replaceAllUsesWith(graph.addInput()->copyMetadata(n->output()));
+    n->destroy();
+  }
+}
+
+// LibTorch's pass throws std::out_of_range for some graphs in which a view and its source are used (seen with squeeze,
+// torch 2.11), where the executor, which knows more of the types, runs it on less. It groups the rest as it would have.
+static std::vector<Node*> differentiable_groups(std::shared_ptr<Graph>& graph) {
+  const auto whole = graph->copy();
+  try {
+    return CreateAutodiffSubgraphs(graph, /*threshold=*/2);
+  } catch (const std::out_of_range&) {
+    graph = whole;
+    cut_views(*graph, graph->block());
+    return CreateAutodiffSubgraphs(graph, /*threshold=*/2);
+  }
+}
+
 std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   std::vector<const Node*> sources;
   each_dropout(view.graph->block(), [&](Node* n) { sources.push_back(n); });
@@ -34,7 +59,7 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   ConstantPropagation(graph);
   PeepholeOptimize(graph);
   EliminateDeadCode(graph);
-  for (Node* group : CreateAutodiffSubgraphs(graph, /*threshold=*/2))
+  for (Node* group : differentiable_groups(graph))
     each_dropout(group->g(attr::Subgraph)->block(), [&](Node* n) {
       Value* p = n->input(1);
       if (p->node()->kind() == prim::Param) p = group->input(p->offset());

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <unordered_set>
 
+#include "rewriter/apply.h"
+
 namespace tsmem {
 
 using namespace torch::jit;
@@ -100,6 +102,7 @@ class Matcher {
       if (it == by_name_.end()) continue;
       for (Node* n : it->second) try_rule(rule, n);
     }
+    mark_overwritten();
     return std::move(result_);
   }
 
@@ -111,16 +114,30 @@ class Matcher {
   std::unordered_map<std::string, std::vector<Node*>> by_name_;
   std::unordered_map<Node*, CanonicalOp> ops_;
   std::unordered_set<const Node*> taken_, in_autocast_;
+  std::unordered_map<const Node*, int> with_blocks_;  // a number for the `with` blocks around a node
+  int with_block_ = 0, last_with_block_ = 0;
   bool swapped_first_ = false;
+  std::vector<Attempt> accepted_;  // of each of result_.found
   std::unique_ptr<AliasDb> alias_;
   MatchResult result_;
 
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
   void collect(Block* block, bool autocast) {
+    std::vector<int> around;
     for (Node* n : block->nodes()) {
       if (n->kind() == prim::SetAttr) sets_attributes_ = true;
       if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
       if (autocast) in_autocast_.insert(n);
+      if (n->kind() == prim::Enter) {
+        around.push_back(with_block_);
+        with_block_ = ++last_with_block_;
+      } else if (n->kind() == prim::Exit && !around.empty()) {
+        with_block_ = around.back();
+        around.pop_back();
+      } else if (n->kind() == Symbol::fromQualString("aten::set_grad_enabled")) {
+        with_block_ = ++last_with_block_;
+      }
+      with_blocks_[n] = with_block_;
       CanonicalOp op = canonical(n);
       if (!op.name.empty()) {
         by_name_[op.name].push_back(n);
@@ -267,6 +284,7 @@ class Matcher {
         found.sources.push_back(place->second);
     }
     result_.found.push_back(std::move(found));
+    accepted_.push_back(a);
   }
 
   // Why a match may not be replaced; empty where it may.
@@ -283,6 +301,7 @@ class Matcher {
     for (size_t i = 0; i + 1 < a.nodes.size(); ++i)
       for (size_t k = 0; k < a.nodes[i]->outputs().size(); ++k)
         if (auto reason = escapes(rule, a, i, k); !reason.empty()) return reason;
+    if (auto reason = reads_inner_value(rule, a); !reason.empty()) return reason;
     for (size_t k = rule.lines.back().outputs.size(); k < anchor->outputs().size(); ++k)
       if (anchor->output(k)->hasUses())
         return fmt::format("another result of {} (its indices) is used", name_of(anchor));
@@ -308,6 +327,75 @@ class Matcher {
     return "";
   }
 
+  // Whether `later` may run when n has run.
+  static bool may_run_after(const Node* later, const Node* n) {
+    const auto x = blocks_around(later), y = blocks_around(n);
+    size_t shared = 0;
+    for (; shared < x.size() && shared < y.size() && x[shared] == y[shared]; ++shared)
+      if (x[shared]->owningNode() && x[shared]->owningNode()->kind() == prim::Loop) return true;
+    const Node* in_x = shared < x.size() ? x[shared]->owningNode() : later;
+    const Node* in_y = shared < y.size() ? y[shared]->owningNode() : n;
+    return in_x != in_y && in_x->isAfter(in_y);
+  }
+
+  struct Write {
+    Node* node;
+    Value* tensor;
+  };
+
+  // What is written in place by nodes that stay, other than counters.
+  void collect_writes(Block* block, std::vector<Write>& writes) {
+    for (Node* n : block->nodes()) {
+      for (Block* b : n->blocks()) collect_writes(b, writes);
+      const FunctionSchema* schema = n->maybeSchema();
+      if (!schema || !schema->is_mutable() || taken_.count(n)) continue;
+      for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
+        const auto* alias = schema->arguments()[k].alias_info();
+        if (!alias || !alias->isWrite() || !is_tensor(n->input(k))) continue;
+        const auto path = attribute_path(root(n->input(k)));
+        if (!path || path->empty() || !attributes_.integral(*path)) writes.push_back({n, n->input(k)});
+      }
+    }
+  }
+
+  // An op that offers its output to be made again makes its users keep what it has read, which the original's need not:
+  // a tensor that is written to later must not be among that. (Norms write to their statistics, and make nothing from
+  // them that training needs.)
+  void mark_overwritten() {
+    std::vector<Write> writes;
+    collect_writes(view_.graph->block(), writes);
+    if (writes.empty()) return;
+    for (size_t i = 0; i < accepted_.size(); ++i) {
+      const Attempt& a = accepted_[i];
+      bool offers = false;
+      std::set<Value*> read;
+      for (const Line& line : parse_lines(result_.found[i].rule->rewrite)) {
+        offers |= offers_recompute(line.op) != Offers::nothing;
+        for (const std::string& argument : line.arguments)
+          if (auto it = a.bound.find(argument.substr(argument[0] == '%')); it != a.bound.end()) read.insert(it->second);
+      }
+      if (!offers) continue;
+      for (const Write& w : writes)
+        if (may_run_after(w.node, a.nodes.back()))
+          for (Value* v : read) result_.found[i].overwritten |= reaches(w.tensor, v);
+    }
+  }
+
+  // Whether a write to `written` may change v, a tensor or a list of tensors.
+  bool reaches(Value* written, Value* v) {
+    if (is_tensor(v)) return may_alias(written, v);
+    if (v->type()->kind() != ListType::Kind || v->type()->containedType(0)->kind() != TensorType::Kind) return false;
+    if (v->node()->kind() != prim::ListConstruct) return aliases().mayContainAlias(v, written);
+    for (Value* element : v->node()->inputs())
+      if (may_alias(written, element)) return true;
+    return false;
+  }
+
+  AliasDb& aliases() {
+    if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
+    return *alias_;
+  }
+
   // An inner value that something outside the match reads.
   std::string escapes(const CompiledRule& rule, const Attempt& a, size_t i, size_t k) {
     const auto& outs = rule.lines[i].outputs;
@@ -321,6 +409,19 @@ class Matcher {
     }
     if (others == 0) return "";
     return fmt::format("the output of {} has {} other user{}", name_of(a.nodes[i]), others, others == 1 ? "" : "s");
+  }
+
+  // An inner value that the match reads as an operand of its own too: y * sigmoid(y), where y is a norm's output.
+  std::string reads_inner_value(const CompiledRule& rule, const Attempt& a) const {
+    for (const auto& [name, v] : a.bound) {
+      if (rule.defined_by.count(name)) continue;
+      const auto from = std::find(a.nodes.begin(), a.nodes.end(), v->node());
+      if (from == a.nodes.end()) continue;
+      const auto& outs = rule.lines[from - a.nodes.begin()].outputs;
+      if (v->offset() < outs.size() && rule.rule->shared.count(outs[v->offset()])) continue;
+      return fmt::format("the output of {} is also %{} of the match", name_of(v->node()), name);
+    }
+    return "";
   }
 
   // Whether only branches, no loops, lie between a block and a node in it.
@@ -369,6 +470,11 @@ class Matcher {
       return fmt::format("{} overwrites a tensor that may be seen from elsewhere", name_of(n));
     if (!in_branches_of(n, producer->owningBlock()) && !exits_into(producer, n))
       return fmt::format("{} overwrites a tensor made outside its loop", name_of(n));
+    // Under no_grad the original's result is still the tensor with its history; a new tensor would have none.
+    if (with_blocks_.at(producer) != with_blocks_.at(n))
+      return fmt::format("{} overwrites a tensor made outside its `with` block", name_of(n));
+    if (user->kind() == prim::Return && given_out_twice(v, user))
+      return fmt::format("{} overwrites a tensor that its branch gives out twice", name_of(n));
     for (const Use& use : v->uses()) {
       if (use.user == user || exclusive(use.user, n)) continue;
       if (!runs_before(use.user, n) || !only_reads(use.user))
@@ -380,6 +486,15 @@ class Matcher {
       for (Block* b : producer->blocks())
         if (auto reason = seen_after(b->outputs()[v->offset()], b->return_node(), n); !reason.empty()) return reason;
     return "";
+  }
+
+  // Whether a branch has v among its results twice, and both are used.
+  static bool given_out_twice(const Value* v, const Node* returns) {
+    const Node* branches = returns->owningBlock()->owningNode();
+    size_t used = 0;
+    for (size_t i = 0; i < returns->inputs().size(); ++i)
+      used += returns->input(i) == v && branches->output(i)->hasUses();
+    return used > 1;
   }
 
   // Whether n follows an If that `inner` is in, with branches alone between them.
@@ -441,8 +556,7 @@ class Matcher {
         (path_y && !path_y->empty() && attributes_.integral(*path_y)))
       return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
-    if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
-    return alias_->mayAlias(x, y);
+    return aliases().mayAlias(x, y);
   }
   // The first value of a chain of in-place operators.
   Value* root(Value* v) {

@@ -27,6 +27,7 @@ struct Found {
   const Scope* scope;               // innermost that holds all nodes
   std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
   bool draws = false;               // a dropout that TorchScript differentiates by itself (autodiff.h)
+  bool overwritten = false;         // what it reads may be written to later: its output can't be made again from that
 };
 
 struct NearMiss {

@@ -398,11 +398,38 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
   MatchResult matched;                                           // in the whole view
+  std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
+  std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
   std::shared_ptr<Graph> body;                                   // rewritten; null where nothing was found
   std::vector<std::pair<std::string, std::string>> checkpoints;  // (module, method) of the calls in it that run again
 };
+
+struct LeftOut {
+  bool is;
+  std::string reason;  // empty: the user has said so
+};
+
+// What --module leaves out, and what is called inside an autocast block. A class has one body for all its instances:
+// all of them or none.
+LeftOut leaves_out(const Found& found, const ModuleClass& c, const Function& method, bool in_autocast,
+                   const std::function<bool(const std::string&)>& selected) {
+  if (in_autocast)
+    return {true, fmt::format("{} is called inside an autocast block of the model's own code, whose casts TorchScript "
+                              "inserts for its own operators only",
+                              method.name())};
+  std::vector<std::string> in, out;
+  for (const std::string& path : c.paths) {
+    bool all = true;
+    for (const Place& p : found.nodes) all &= selected(join_path(path, p.scope ? p.scope->path : ""));
+    (all ? in : out).push_back(path);
+  }
+  if (out.empty()) return {false, ""};
+  if (in.empty()) return {true, ""};
+  return {true, fmt::format("{} shares its class with {}, which --module leaves out: select all of them", in.front(),
+                            fmt::join(out, ", "))};
+}
 
 // Every (module path, method) that runs when `methods` of the root are called, with the rewritten bodies: a method
 // whose calls were all inlined elsewhere stays callable, and is not reported.
@@ -480,12 +507,6 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   Scopes scopes;
   RewriteReport report;
   std::map<Method, Result> results;
-  std::map<Method, std::set<std::tuple<const Rule*, std::vector<Node*>, bool>>> known;  // see callee_has
-  const auto nodes_of = [](const Found& f) {
-    std::vector<Node*> nodes;
-    for (const Place& p : f.nodes) nodes.push_back(p.node);
-    return nodes;
-  };
   for (const ModuleClass& c : classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
@@ -509,29 +530,48 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
       // Nothing is matched across the border of a module that runs again as a whole.
-      const View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
+      View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
         return checkpointed.empty() || !s->of_module || s->path.empty() || !is_checkpointed(checkpointed, c, s->path);
       });
       Result& result = results[method];
+      for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+      remove_dead_code(view);
       result.matched = find_matches(view, patterns, attributes);
       const auto differentiated = differentiated_dropouts(view);
       for (Found& found : result.matched.found)
         for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
     }
   }
-  // A method called by a scope has a match where its own view has one of the same nodes by the same rule.
-  const HasMatch callee_has = [&](const c10::ClassType* type, const std::string& name, const Found& f) {
+  const MatchesOf matches_of = [&](const c10::ClassType* type, const std::string& name) {
     auto it = results.find({type, name});
-    if (it == results.end()) return false;
-    auto& set = known[it->first];
-    if (set.empty())
-      for (const Found& g : it->second.matched.found) set.insert({g.rule, nodes_of(g), g.draws});
-    return set.count({f.rule, nodes_of(f), f.draws}) > 0;
+    return it == results.end() ? nullptr : &it->second.matched.found;
   };
+  for (const ModuleClass& c : classes)
+    for (Function* f : c.type->methods()) {
+      auto it = results.find({c.type.get(), f->name()});
+      if (it == results.end()) continue;
+      Result& result = it->second;
+      for (const NearMiss& miss : result.matched.refused) {
+        const Scope* s = miss.scope;
+        while (s && !s->of_module) s = s->parent;
+        if (!s)
+          result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
+      }
+      const auto& all = result.matched.found;
+      const auto own = choose_matches(all, all, result.copied, scopes, matches_of).matches;
+      for (const Found& found : all) {
+        const LeftOut left_out = leaves_out(found, c, *f, in_autocast.count(it->first) > 0, selected);
+        if (!left_out.is)
+          result.allowed.push_back(found);
+        else if (!left_out.reason.empty() && std::find(own.begin(), own.end(), &found) != own.end())
+          result.refused.push_back({found.pattern->name, left_out.reason});
+      }
+    }
   for (const ModuleClass& c : classes) {
     size_t attributes = 0;
-    const RecomputeArgument recompute = [&](Graph& g, const std::string& op) {
+    const RecomputeArgument recompute = [&](Graph& g, const std::string& op, const Found& found) {
       const bool dear = offers_recompute(op) == Offers::dear;
+      if (found.overwritten) return g.insertConstant(0);
       const int64_t again = options.level != Level::ops && !dear;
       if (options.level != Level::plan) return g.insertConstant(again);
       const std::string name = kRecompute + std::to_string(attributes++);
@@ -547,45 +587,11 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       auto it = results.find({c.type.get(), f->name()});
       if (it == results.end()) continue;
       Result& result = it->second;
-      for (const NearMiss& miss : result.matched.refused) {
-        const Scope* s = miss.scope;
-        while (s && !s->of_module) s = s->parent;
-        if (!s)
-          result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
-      }
-      const std::vector<const Found*> own = matches_of_method(result.matched.found, callee_has);
-      if (in_autocast.count(it->first)) {
-        for (const Found* found : own)
-          result.refused.push_back(
-              {found->pattern->name,
-               fmt::format("{} is called inside an autocast block of the model's own code, whose casts "
-                           "TorchScript inserts for its own operators only",
-                           f->name())});
-        continue;
-      }
-      // What --module leaves out. A class has one body for all its instances: all of them or none.
-      std::vector<Found> kept;
-      for (const Found* found : own) {
-        std::vector<std::string> in, out;
-        for (const std::string& path : c.paths) {
-          bool all = true;
-          for (const Place& p : found->nodes) all &= selected(join_path(path, p.scope ? p.scope->path : ""));
-          (all ? in : out).push_back(path);
-        }
-        if (out.empty())
-          kept.push_back(*found);
-        else if (!in.empty())
-          result.refused.push_back(
-              {found->pattern->name,
-               fmt::format("{} shares its class with {}, which --module leaves out: select all of them", in.front(),
-                           fmt::join(out, ", "))});
-      }
-      // Without the matches that were left out, fewer calls are inlined, and some of the others belong to their own
-      // methods again.
-      for (const Found* found : matches_of_method(kept, callee_has)) result.found.push_back(*found);
-      std::vector<const Found*> chosen;
-      for (const Found& found : result.found) chosen.push_back(&found);
-      if (!chosen.empty()) result.body = apply_matches(*function_graph(f), scopes, chosen, recompute);
+      const Choice choice = choose_matches(result.allowed, result.matched.found, result.copied, scopes, matches_of);
+      for (const Found* found : choice.matches) result.found.push_back(*found);
+      if (!choice.matches.empty() || !choice.inlined.empty())
+        result.body = apply_matches(*function_graph(f), scopes, choice, recompute);
+      if (in_autocast.count(it->first)) continue;
       if (checkpointed.empty()) continue;
       auto body = result.body ? result.body : function_graph(f)->copy();
       result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
@@ -603,7 +609,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
       for (const Line& line : parse_lines(found.rule->rewrite))
-        if (offers_recompute(line.op) == Offers::cheap)
+        if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) again.insert(p.node);
   std::set<std::tuple<std::string, std::string, std::string>> refused;
   for (const auto& [path, method] : running_methods(module, entries, results)) {
@@ -618,7 +624,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
       for (const Line& line : parse_lines(found.rule->rewrite)) {
         m.op += (m.op.empty() ? "" : " + ") + line.op;
-        m.recomputed |= options.level != Level::ops && offers_recompute(line.op) == Offers::cheap;
+        m.recomputed |= options.level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
       }
       if (m.recomputed) {
         region.recomputed.push_back(m.nodes.back());

@@ -3,6 +3,9 @@
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/passes/constant_propagation.h>
+#include <torch/csrc/jit/passes/dead_code_elimination.h>
+
+#include <unordered_set>
 
 namespace tsmem {
 
@@ -183,6 +186,38 @@ View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(co
   copier.copy_block(source.block(), view.graph->block(), map, nullptr);
   for (const Value* out : source.outputs()) view.graph->registerOutput(map.at(out));
   return view;
+}
+
+// Whether LibTorch's analysis, which takes long for large graphs, may find something.
+static bool may_have_dead_code(Block* block) {
+  for (Node* n : block->nodes()) {
+    for (Block* b : n->blocks())
+      if (may_have_dead_code(b)) return true;
+    const bool branches = n->kind() == prim::If || n->kind() == prim::Loop;
+    if (branches && std::any_of(n->outputs().begin(), n->outputs().end(), [](Value* v) { return !v->hasUses(); }))
+      return true;
+    if (!n->kind().is_aten() || n->hasUses() || n->kind() == aten::__is__ || n->kind() == aten::__isnot__) continue;
+    const FunctionSchema* schema = n->maybeSchema();
+    const bool reads_tensor = std::any_of(n->inputs().begin(), n->inputs().end(),
+                                          [](Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); });
+    if (schema && !schema->is_mutable() && reads_tensor) return true;
+  }
+  return false;
+}
+
+void remove_dead_code(View& view) {
+  if (!may_have_dead_code(view.graph->block())) return;
+  EliminateDeadCode(view.graph);
+  std::unordered_set<const Node*> alive;
+  const std::function<void(Block*)> visit = [&](Block* b) {
+    for (Node* n : b->nodes()) {
+      alive.insert(n);
+      for (Block* inner : n->blocks()) visit(inner);
+    }
+  };
+  visit(view.graph->block());
+  std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
+  std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
 }
 
 }  // namespace tsmem

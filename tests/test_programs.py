@@ -1,0 +1,313 @@
+"""Small programs that a rewrite has to see through: each gives the numbers of the original at every level, or is left as it is."""
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import conftest
+from command_line import run
+
+conftest.load()
+
+
+class Conv(nn.Module):
+    def __init__(self, channels=4):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)))
+
+
+class BranchGivesATensorOutTwice(Conv):
+    def forward(self, x):
+        if x.size(0) > 1:
+            y = self.conv(x)
+            identity = y
+        else:
+            y = self.conv(x)
+            identity = self.conv(y)
+        y = F.relu(y, inplace=True)
+        return y + identity
+
+
+class BranchGivesAnOverwrittenTensorOutTwice(Conv):
+    def forward(self, x):
+        if x.size(0) > 1:
+            y = self.conv(x).add_(1.0)
+            z = y
+        else:
+            y = self.conv(x)
+            z = x
+        y += 1.0
+        y = F.relu_(y)
+        return y * 2 + z
+
+
+class OverwritesInsideNoGrad(Conv):
+    def forward(self, x):
+        y = self.conv(x)
+        with torch.no_grad():
+            y = F.relu_(y)
+        return y * 2
+
+
+class AddsInsideNoGrad(Conv):
+    def forward(self, x):
+        y = self.conv(x)
+        with torch.no_grad():
+            y += torch.sigmoid(x)
+            y *= 0.5
+        return torch.relu(y)
+
+
+class OverwritesInABranchInsideNoGrad(Conv):
+    def forward(self, x):
+        y = self.conv(x)
+        with torch.no_grad():
+            if x.size(0) > 1:
+                y = F.hardtanh_(y)
+        return y * y
+
+
+class SwishAfterNorm(Norm):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y * torch.sigmoid(y)
+
+
+class HardtanhTimesNorm(Norm):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y * F.relu6(y)
+
+
+class TwiceANorm(Norm):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return F.relu(y + y)
+
+
+class SquareOfAnActivation(Norm):
+    def forward(self, x):
+        y = F.silu(self.norm(self.conv(x)))
+        z = F.gelu(self.conv(x))
+        return y * y + z * z
+
+
+class Concat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1)
+
+    def forward(self, a, b):
+        return self.conv(torch.cat([a, b], 1))
+
+
+class WritesToAPieceLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.both = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        a, b = self.first(x), self.second(x)
+        z = self.both(torch.cat([a, b], 1))
+        a += z
+        return a
+
+
+class CallerWritesToAPieceLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.concat = nn.Conv2d(4, 4, 1), Concat()
+
+    def forward(self, x):
+        a, b = self.conv(x), self.conv(x * 2)
+        z = self.concat(b, self.concat(a, b))
+        a += z
+        return a
+
+
+class LoopWritesToAPiece(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.concat = nn.Conv2d(4, 4, 1), Concat()
+
+    def forward(self, x):
+        a = self.conv(x)
+        for _ in range(3):
+            a += self.concat(a, x)
+        return a
+
+
+class WritesThroughAView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.concat = nn.Conv2d(4, 4, 1), Concat()
+
+    def forward(self, x):
+        a = self.conv(x)
+        z = self.concat(a, x)
+        a[:, 0] = 1.0
+        return a + z
+
+
+class SigmoidOfSum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x, r):
+        return torch.sigmoid(self.norm(x) + r)
+
+
+class CallerWritesToAResidualLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(4, 4, 1), SigmoidOfSum()
+
+    def forward(self, x):
+        r = self.conv(x)
+        z = self.end(x, r)
+        r.add_(1.0)
+        return z + r
+
+
+class UnusedDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.dropout = nn.Conv2d(4, 4, 1), nn.Dropout(0.5)
+
+    def forward(self, x):
+        unused = F.relu(self.dropout(x))
+        other = F.dropout(x, 0.5, True)
+        return self.dropout(self.conv(x))
+
+
+class DropoutBesideSqueeze(nn.Module):
+    """LibTorch's pass that groups what it differentiates throws for this graph."""
+
+    def forward(self, x):
+        v = x[:1].squeeze()
+        a, _ = F.max_pool2d(v, 3, 1, 1, return_indices=True)
+        b = 0.01 * (x[:1].mean() + v.mean() + a.mean())
+        return F.dropout(x, 0.5, self.training) + b
+
+
+class DropoutAmongSqueezes(nn.Module):
+    def forward(self, x):
+        y = x[:1]
+        v = y.squeeze()
+        a, i = F.max_pool2d(v, 3, 1, 1, return_indices=True)
+        b = 0.01 * (y.mean() + y.mean() + v.mean() + a.mean())
+        return F.dropout(x, 0.5, self.training) + b, x, y
+
+
+class ReturnsItsArgument(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class WritesToWhatACallReturned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.same = nn.Conv2d(4, 4, 1), ReturnsItsArgument()
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.same(y)
+        z = F.relu_(z)
+        return z + y
+
+
+PROGRAMS = [
+    BranchGivesATensorOutTwice,
+    BranchGivesAnOverwrittenTensorOutTwice,
+    OverwritesInsideNoGrad,
+    AddsInsideNoGrad,
+    OverwritesInABranchInsideNoGrad,
+    SwishAfterNorm,
+    HardtanhTimesNorm,
+    TwiceANorm,
+    SquareOfAnActivation,
+    WritesToAPieceLater,
+    CallerWritesToAPieceLater,
+    LoopWritesToAPiece,
+    WritesThroughAView,
+    CallerWritesToAResidualLater,
+    UnusedDropout,
+    DropoutBesideSqueeze,
+    DropoutAmongSqueezes,
+    WritesToWhatACallReturned,
+    Norm,
+]
+LEVELS = {
+    "regions": [],
+    "ops": ["--level", "ops"],
+    "conv-bn-act": ["--only", "conv-bn-act"],
+    "conv-bn-act-recompute": ["--only", "conv-bn-act-recompute"],
+}
+
+
+class Programs(nn.Module):
+    """All of them in one file: each is called on its own."""
+
+    def __init__(self):
+        super().__init__()
+        for program in PROGRAMS:
+            self.add_module(program.__name__, program())
+
+    def forward(self, x):
+        return x
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    torch.manual_seed(0)
+    torch.jit.script(Programs().double()).save(str(folder / "original.pt"))
+    for level, options in LEVELS.items():
+        done = run("rewrite", folder / "original.pt", "-o", folder / f"{level}.pt", *options)
+        assert done.returncode == 0, f"{level}: {done.stderr}"
+    return {name: torch.jit.load(str(folder / f"{name}.pt")) for name in ["original", *LEVELS]}
+
+
+def record(model, training):
+    """What four calls give: outputs, gradients, buffers, whether outputs need a gradient, the generator's state."""
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train(training)
+    tensors, facts = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 4, 8, 8, dtype=torch.double, requires_grad=True)
+        model.zero_grad()
+        out = model(x * 1)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        facts.append([o.requires_grad for o in outs])
+        torch.autograd.backward([o for o in outs if o.requires_grad], [torch.randn_like(o) for o in outs if o.requires_grad])
+        grads = [p.grad for p in [x, *model.parameters()]]
+        facts.append([g is None for g in grads])
+        facts.append(torch.get_rng_state().tolist())
+        tensors += [o.detach().clone() for o in outs] + [g for g in grads if g is not None] + [b.clone() for b in model.buffers()]
+    model.load_state_dict(start)
+    return tensors, facts
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("program", [p.__name__ for p in PROGRAMS])
+def test_same_numbers(models, program, level):
+    for training in (True, False):
+        a, b = (getattr(models[name], program) for name in ("original", level))
+        (x, facts), (y, other) = record(a, training), record(b, training)
+        assert facts == other
+        for s, t in zip(x, y, strict=True):
+            torch.testing.assert_close(t, s, rtol=1e-9, atol=1e-9)
