@@ -5,6 +5,9 @@
 // generator's state and the autocast state of forward, and differentiates that. Buffers (running statistics, counters)
 // change once, in forward: backward puts them back. Parameters are inputs of the autograd node, so that their gradients
 // flow and accumulate as usual.
+//
+// Results share memory as the method's do. The node gives out the tensors that own the memory; views of these, and
+// arguments and views of them among the results, are made outside the node, where autograd sees what they are.
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/api/module.h>
@@ -94,13 +97,79 @@ struct Restore {
   }
 };
 
+// What a tensor among the results is: a buffer of the model, an input of the node (an argument or a parameter), an
+// output of the node, or a view of one of these two.
+struct Result {
+  enum { buffer, input, output } of = output;
+  size_t index = 0;    // of the input or the output
+  Tensor itself = {};  // a buffer; else undefined
+  bool view = false;
+  std::vector<int64_t> sizes = {}, strides = {};
+  int64_t offset = 0;
+};
+
 struct Call : torch::CustomClassHolder {
   IValue self, arguments;  // arguments: without their tensors
   std::string method;
   State state;
   size_t tensors = 0;
-  std::vector<bool> differentiable;  // of the tensors in the result
+  std::vector<Result> results;
 };
+
+std::vector<Tensor> buffers_of(const IValue& self) {
+  std::vector<Tensor> buffers;
+  for (const Tensor& b : torch::jit::Module(self.toObject()).buffers())
+    if (b.defined()) buffers.push_back(b);
+  return buffers;
+}
+
+// The tensor that owns t's memory: what it is a view of, or itself.
+Tensor owner(const Tensor& t) { return t.is_view() ? Tensor(static_cast<const at::TensorBase&>(t._base())) : t; }
+
+// Sorts what the method returned; `outputs` gets the tensors that the node gives out.
+std::vector<Result> sort_results(const Call& call, const std::vector<Tensor>& returned, at::TensorList inputs,
+                                 variable_list& outputs) {
+  const std::vector<Tensor> buffers = buffers_of(call.self);
+  const auto view_of = [&](Result result, const Tensor& t, const Tensor& base) {
+    result.view = !t.is_same(base);
+    if (!result.view) return result;
+    TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
+                "tsmem::checkpoint: the method ", call.method, " of ", call.self.type()->repr_str(),
+                " returns a view of another dtype, which can't be made again; rewrite the model without --checkpoint "
+                "for this module");
+    result.sizes = t.sizes().vec();
+    result.strides = t.strides().vec();
+    result.offset = t.storage_offset();
+    return result;
+  };
+  const auto share = [](const Tensor& a, const Tensor& b) {
+    return a.has_storage() && b.has_storage() && a.is_alias_of(b);
+  };
+  std::vector<Result> results;
+  for (const Tensor& t : returned) {
+    const auto same = [&](const Tensor& other) { return share(t, other); };
+    const auto in = std::find_if(inputs.begin(), inputs.end(), same);
+    if (in != inputs.end()) {
+      results.push_back(view_of({.of = Result::input, .index = static_cast<size_t>(in - inputs.begin())}, t, *in));
+      continue;
+    }
+    if (std::any_of(buffers.begin(), buffers.end(), same)) {
+      results.push_back({.of = Result::buffer, .itself = t});
+      continue;
+    }
+    const Tensor base = owner(t);
+    auto out = std::find_if(outputs.begin(), outputs.end(), [&](const Tensor& o) { return o.is_same(base); });
+    if (out == outputs.end()) out = outputs.insert(outputs.end(), base);
+    results.push_back(view_of({.of = Result::output, .index = static_cast<size_t>(out - outputs.begin())}, t, base));
+  }
+  return results;
+}
+
+Tensor make_result(const Result& r, at::TensorList inputs, const variable_list& outputs) {
+  if (r.of == Result::buffer) return r.itself;
+  const Tensor& base = r.of == Result::input ? inputs[r.index] : outputs[r.index];
+  return r.view ? base.as_strided(r.sizes, r.strides, r.offset) : base;
+}
 
 // `arguments` with undefined tensors in place of its tensors: what is kept goes through save_for_backward.
 IValue skeleton(const IValue& arguments, size_t count) {
@@ -134,16 +203,12 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
                   what->method, " of ", what->self.type()->repr_str(),
                   " overwrites one of its arguments, so that it can't be run again; rewrite the model without "
                   "--checkpoint for this module");
-    variable_list outputs;
-    collect(*result, outputs);
-    variable_list fixed;
-    for (Tensor& t : outputs) {
-      // An output that is an input, or a view of one or of a parameter, gets memory of its own.
-      for (const Tensor& in : inputs)
-        if (t.has_storage() && in.has_storage() && t.is_alias_of(in)) t = t.clone();
-      what->differentiable.push_back(t.is_floating_point() || t.is_complex());
-      if (!what->differentiable.back()) fixed.push_back(t);
-    }
+    std::vector<Tensor> returned;
+    collect(*result, returned);
+    variable_list outputs, fixed;
+    what->results = sort_results(*what, returned, inputs, outputs);
+    for (const Tensor& t : outputs)
+      if (!t.is_floating_point() && !t.is_complex()) fixed.push_back(t);
     ctx->mark_non_differentiable(fixed);
     ctx->save_for_backward(inputs.vec());
     ctx->saved_data["call"] = IValue::make_capsule(what);
@@ -175,26 +240,26 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       const Tensor* next = inputs.data();
       variable_list all;
       collect(call(what->self, what->method, replace(what->arguments, next)), all);
-      TORCH_CHECK(all.size() == grads.size(), "tsmem::checkpoint: the method ", what->method, " returned ", all.size(),
-                  " tensors when it was run again, and ", grads.size(), " before");
-      for (size_t i = 0; i < all.size(); ++i)
-        if (grads[i].defined() && all[i].requires_grad()) {
-          outputs.push_back(all[i]);
-          cotangents.push_back(grads[i]);
-        }
+      TORCH_CHECK(all.size() == what->results.size(), "tsmem::checkpoint: the method ", what->method, " returned ",
+                  all.size(), " tensors when it was run again, and ", what->results.size(), " before");
+      std::vector<bool> done(grads.size());
+      for (size_t i = 0; i < all.size(); ++i) {
+        const Result& r = what->results[i];
+        if (r.of != Result::output || done[r.index] || !grads[r.index].defined()) continue;
+        done[r.index] = true;
+        const Tensor again = r.view ? owner(all[i]) : all[i];
+        TORCH_CHECK(again.sizes() == grads[r.index].sizes(), "tsmem::checkpoint: the method ", what->method,
+                    " returned another view when it was run again");
+        if (!again.requires_grad()) continue;
+        outputs.push_back(again);
+        cotangents.push_back(grads[r.index]);
+      }
     }
     if (outputs.empty() || wanted.empty()) return result;
     const auto found = torch::autograd::grad(outputs, wanted, cotangents, /*retain_graph=*/create_graph, create_graph,
                                              /*allow_unused=*/true);
     for (size_t i = 0; i < found.size(); ++i) result[positions[i]] = found[i];
     return result;
-  }
-
-  static std::vector<Tensor> buffers_of(const IValue& self) {
-    std::vector<Tensor> buffers;
-    for (const Tensor& b : torch::jit::Module(self.toObject()).buffers())
-      if (b.defined()) buffers.push_back(b);
-    return buffers;
   }
 };
 
@@ -218,7 +283,10 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
   what->state = State::now(inputs);
   IValue result;
   const variable_list outputs = Checkpoint::apply(at::TensorList(inputs), what, arguments, &result);
-  const Tensor* next = outputs.data();
+  std::vector<Tensor> results;
+  for (const Result& r : what->results) results.push_back(make_result(r, inputs, outputs));
+  for (Result& r : what->results) r.itself.reset();
+  const Tensor* next = results.data();
   return replace(result, next);
 }
 

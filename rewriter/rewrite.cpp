@@ -324,25 +324,37 @@ bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClas
   return !in.empty();
 }
 
-// Whether a value is, or may be a view of, an argument of the graph other than self.
-bool is_argument(const Value* v, std::unordered_set<const Value*>& seen) {
-  if (!seen.insert(v).second) return false;
+// Where a value's memory may come from; several of these.
+enum Origin { own = 0, argument = 1, container = 2 };  // container: an attribute that is a list or dictionary
+
+int origins(const Value* v, std::unordered_set<const Value*>& seen) {
+  if (!seen.insert(v).second) return own;
   const Node* n = v->node();
   if (n->kind() == prim::Param) {
-    if (n->owningBlock()->owningNode() == nullptr) return v->offset() > 0;
-    return false;  // of a loop: reached by its initial value below
+    const Node* around = n->owningBlock()->owningNode();
+    if (!around) return v->offset() > 0 ? argument : own;
+    if (around->kind() != prim::Loop || v->offset() == 0) return own;
+    return origins(around->inputs()[v->offset() + 1], seen) | origins(n->owningBlock()->outputs()[v->offset()], seen);
   }
-  if (n->kind() == prim::If) {
-    for (const Block* b : n->blocks())
-      if (is_argument(b->outputs()[v->offset()], seen)) return true;
-    return false;
-  }
-  if (n->kind() == prim::Loop) return is_argument(n->inputs()[v->offset() + 2], seen);
+  if (n->kind() == prim::GetAttr) return v->type()->isSubtypeOf(*TensorType::get()) ? own : container;
+  if (n->kind() == prim::If)
+    return origins(n->blocks()[0]->outputs()[v->offset()], seen) |
+           origins(n->blocks()[1]->outputs()[v->offset()], seen);
+  if (n->kind() == prim::Loop)
+    return origins(n->inputs()[v->offset() + 2], seen) | origins(n->blocks()[0]->outputs()[v->offset() + 1], seen);
+  static const std::set<Symbol> passes_on = {prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex,
+                                             prim::unchecked_cast};
   const FunctionSchema* schema = n->maybeSchema();
-  if (!schema || n->inputs().empty()) return false;
-  const auto& returned = schema->returns();
-  const bool alias = v->offset() < returned.size() && returned[v->offset()].alias_info();
-  return alias && is_argument(n->input(0), seen);
+  const bool alias =
+      schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
+  if (n->inputs().empty() || (!alias && !passes_on.count(n->kind()))) return own;
+  const Node* from = n->input(0)->node();
+  static const std::set<Symbol> constructs = {prim::ListConstruct, prim::TupleConstruct, prim::DictConstruct};
+  if (!constructs.count(from->kind())) return origins(n->input(0), seen);
+  int all = own;
+  if (v->type()->isSubtypeOf(*TensorType::get()))  // one of its elements
+    for (const Value* element : from->inputs()) all |= origins(element, seen);
+  return all;
 }
 
 // Why a method can't be run again; empty where it can. tsmem::checkpoint checks at run time what can't be seen here.
@@ -356,9 +368,12 @@ std::string runs_once(const Graph& method) {
       if (schema && schema->is_mutable())
         for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
           const auto* alias = schema->arguments()[k].alias_info();
+          if (!alias || !alias->isWrite()) continue;
           std::unordered_set<const Value*> seen;
-          if (alias && alias->isWrite() && is_argument(n->input(k), seen))
-            return fmt::format("overwrites its argument ({})", n->kind().toQualString());
+          const int from = origins(n->input(k), seen);
+          if (from & argument) return fmt::format("overwrites its argument ({})", n->kind().toQualString());
+          if (from & container)
+            return fmt::format("changes a list or dictionary of the model ({})", n->kind().toQualString());
         }
       for (Block* inner : n->blocks())
         if (auto reason = why(inner); !reason.empty()) return reason;
@@ -431,32 +446,52 @@ LeftOut leaves_out(const Found& found, const ModuleClass& c, const Function& met
                             fmt::join(out, ", "))};
 }
 
-// Every (module path, method) that runs when `methods` of the root are called, with the rewritten bodies: a method
-// whose calls were all inlined elsewhere stays callable, and is not reported.
-std::set<std::pair<std::string, std::string>> running_methods(const Module& root,
-                                                              const std::vector<std::string>& methods,
-                                                              const std::map<Method, Result>& results) {
-  std::set<std::pair<std::string, std::string>> seen;
-  std::function<void(const std::string&, const std::string&)> visit = [&](const std::string& path,
-                                                                          const std::string& method) {
-    if (!seen.insert({path, method}).second) return;
-    const Module m = submodule(root, path);
-    auto it = results.find({m.type().get(), method});
-    GraphFunction* f = graph_function(m.type()->findMethod(method));
-    std::shared_ptr<Graph> body = it != results.end() && it->second.body ? it->second.body : f ? f->graph() : nullptr;
-    std::function<void(Block*)> walk = [&](Block* b) {
-      for (Node* n : b->nodes()) {
-        if (n->kind() == prim::CallMethod)
-          if (auto inner = attribute_path(n->input(0))) visit(join_path(path, *inner), n->s(attr::name));
-        for (Block* inner : n->blocks()) walk(inner);
-      }
-    };
-    if (body) walk(body->block());
-    if (it != results.end())
-      for (const auto& [inner, name] : it->second.checkpoints) visit(join_path(path, inner), name);
+using Calls = std::set<std::pair<std::string, std::string>>;  // module path, method
+
+// Adds all that runs when a method is called. With `results`: by the rewritten bodies; null: by the original ones.
+void add_calls(const Module& root, const std::string& path, const std::string& method,
+               const std::map<Method, Result>* results, Calls& seen) {
+  if (!seen.insert({path, method}).second) return;
+  const Module m = submodule(root, path);
+  const Result* result = nullptr;
+  if (results)
+    if (auto it = results->find({m.type().get(), method}); it != results->end()) result = &it->second;
+  GraphFunction* f = graph_function(m.type()->findMethod(method));
+  const std::shared_ptr<Graph> body = result && result->body ? result->body : f ? f->graph() : nullptr;
+  const std::function<void(Block*)> walk = [&](Block* b) {
+    for (Node* n : b->nodes()) {
+      if (n->kind() == prim::CallMethod)
+        if (auto inner = attribute_path(n->input(0)))
+          add_calls(root, join_path(path, *inner), n->s(attr::name), results, seen);
+      for (Block* inner : n->blocks()) walk(inner);
+    }
   };
-  for (const std::string& m : methods) visit("", m);
-  return seen;
+  if (body) walk(body->block());
+  if (result)
+    for (const auto& [inner, name] : result->checkpoints) add_calls(root, join_path(path, inner), name, results, seen);
+}
+
+// Every method that is reported: all that runs when `methods` of the root are called, with the rewritten bodies. A
+// method whose calls were all inlined elsewhere stays callable, and is not reported. Where nothing is rewritten in
+// these (a container of encoder and decoder, which the user's code calls), all that nothing else in the model calls.
+Calls reported_methods(const Module& root, const std::vector<ModuleClass>& classes,
+                       const std::vector<std::string>& methods, const std::map<Method, Result>& results) {
+  Calls running, originally;
+  const auto add = [&](const std::string& path, const std::string& method) {
+    add_calls(root, path, method, nullptr, originally);
+    add_calls(root, path, method, &results, running);
+  };
+  for (const std::string& method : methods) add("", method);
+  const bool rewritten = std::any_of(running.begin(), running.end(), [&](const auto& call) {
+    const auto it = results.find({submodule(root, call.first).type().get(), call.second});
+    return it != results.end() && it->second.body;
+  });
+  if (rewritten) return running;
+  for (const ModuleClass& c : classes)  // parents come first
+    for (const std::string& path : c.paths)
+      for (const Function* f : c.type->methods())
+        if (results.count({c.type.get(), f->name()}) && !originally.count({path, f->name()})) add(path, f->name());
+  return running;
 }
 
 }  // namespace
@@ -612,7 +647,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) again.insert(p.node);
   std::set<std::tuple<std::string, std::string, std::string>> refused;
-  for (const auto& [path, method] : running_methods(module, entries, results)) {
+  for (const auto& [path, method] : reported_methods(module, classes, entries, results)) {
     auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
     for (const auto& [inner, name] : it->second.checkpoints)
