@@ -104,9 +104,9 @@ def candidates(source: str) -> Dict[str, str]:
                 if expression != v:
                     found.append((f"{v} in {text}", joined(lines[:i] + [f"{width}{target} = {v}"] + lines[i + 1:])))
     for parts in (2, 3, 4):  # many lines at once
-        size = max(2, len(removable) // parts)
-        for k in range(0, len(removable), size):
-            gone = {x for i, j in removable[k:k + size] for x in range(i, j)}
+        some = max(2, len(removable) // parts)
+        for k in range(0, len(removable), some):
+            gone = {x for i, j in removable[k:k + some] for x in range(i, j)}
             found.append((f"without {k} of {parts} of {len(lines)}", joined([line for x, line in enumerate(lines) if x not in gone])))
     for text, plain in ((r"'retain'|'outputs'|'grad'", "'once'"), (r"'channels_last'", "'contiguous'"), (r"frozen='\w+'", "frozen=''"), (r"freeze_after=True", "freeze_after=False"), (r"'bfloat16'|'float32'", "'float64'"),
                         (r"autocast=True", "autocast=False"), (r"'trace'", "'script'")):
