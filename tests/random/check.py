@@ -250,7 +250,7 @@ def make_original(p: Program, module, folder: str) -> judge.Original:
 
     if p.config["freeze_after"]:
         step.freeze(module, p.config)
-    return judge.Original(p.config, p.source, load, module, step.run(module, p.config), eager)
+    return judge.Original(p.config, p.source, load, step.run(module, p.config), eager)
 
 
 def main(path: str, levels: List[str]) -> int:

@@ -199,6 +199,8 @@ def facts(a: List[Record], b: List[Record]) -> List[str]:
                 same = torch.equal(u, v)
                 u, v = "as it was", "elsewhere"
             elif isinstance(u, torch.Tensor) or isinstance(v, torch.Tensor):
+                if k.startswith("gradient") and v is None and not u.any():
+                    continue  # TorchScript's derivatives have zeros where eager's have none
                 describe = lambda t: None if t is None else (str(t.dtype), tuple(t.shape))
                 u, v = describe(u), describe(v)
                 same = u == v
