@@ -108,12 +108,19 @@ struct Result {
   int64_t offset = 0;
 };
 
+// An output of the node: one of the results, or what one of them is a view of.
+struct Output {
+  size_t result;
+  bool owner;
+};
+
 struct Call : torch::CustomClassHolder {
   IValue self, arguments;  // arguments: without their tensors
   std::string method;
   State state;
   size_t tensors = 0;
   std::vector<Result> results;
+  std::vector<Output> outputs;
 };
 
 std::vector<Tensor> buffers_of(const IValue& self) {
@@ -126,43 +133,65 @@ std::vector<Tensor> buffers_of(const IValue& self) {
 // The tensor that owns t's memory: what it is a view of, or itself.
 Tensor owner(const Tensor& t) { return t.is_view() ? Tensor(static_cast<const at::TensorBase&>(t._base())) : t; }
 
-// Sorts what the method returned; `outputs` gets the tensors that the node gives out.
-std::vector<Result> sort_results(const Call& call, const std::vector<Tensor>& returned, at::TensorList inputs,
-                                 variable_list& outputs) {
+bool share_memory(const Tensor& a, const Tensor& b) { return a.has_storage() && b.has_storage() && a.is_alias_of(b); }
+
+// `t`, a result, as a view of `base`.
+void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) {
+  r.view = !t.is_same(base);
+  if (!r.view) return;
+  TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
+              "tsmem::checkpoint: the method ", call.method, " of ", call.self.type()->repr_str(),
+              " returns a view of another dtype, which can't be made again; rewrite the model without --checkpoint for "
+              "this module");
+  r.sizes = t.sizes().vec();
+  r.strides = t.strides().vec();
+  r.offset = t.storage_offset();
+}
+
+// Sorts what the method returned into call.results and call.outputs; gives the tensors that are the node's outputs.
+variable_list sort_results(Call& call, const std::vector<Tensor>& returned, at::TensorList inputs) {
   const std::vector<Tensor> buffers = buffers_of(call.self);
-  const auto view_of = [&](Result result, const Tensor& t, const Tensor& base) {
-    result.view = !t.is_same(base);
-    if (!result.view) return result;
-    TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
-                "tsmem::checkpoint: the method ", call.method, " of ", call.self.type()->repr_str(),
-                " returns a view of another dtype, which can't be made again; rewrite the model without --checkpoint "
-                "for this module");
-    result.sizes = t.sizes().vec();
-    result.strides = t.strides().vec();
-    result.offset = t.storage_offset();
-    return result;
-  };
-  const auto share = [](const Tensor& a, const Tensor& b) {
-    return a.has_storage() && b.has_storage() && a.is_alias_of(b);
-  };
-  std::vector<Result> results;
-  for (const Tensor& t : returned) {
-    const auto same = [&](const Tensor& other) { return share(t, other); };
+  call.results.resize(returned.size());
+  std::vector<std::pair<Tensor, std::vector<size_t>>> groups;  // what owns the memory, and the results that lie there
+  for (size_t i = 0; i < returned.size(); ++i) {
+    const Tensor& t = returned[i];
+    Result& r = call.results[i];
+    const auto same = [&](const Tensor& other) { return share_memory(t, other); };
     const auto in = std::find_if(inputs.begin(), inputs.end(), same);
     if (in != inputs.end()) {
-      results.push_back(view_of({.of = Result::input, .index = static_cast<size_t>(in - inputs.begin())}, t, *in));
-      continue;
+      r.of = Result::input;
+      r.index = in - inputs.begin();
+      set_view(r, t, *in, call);
+    } else if (std::any_of(buffers.begin(), buffers.end(), same)) {
+      r.of = Result::buffer;
+      r.itself = t;
+    } else {
+      const Tensor base = owner(t);
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first.is_same(base); });
+      if (group == groups.end()) group = groups.insert(groups.end(), {base, {}});
+      group->second.push_back(i);
     }
-    if (std::any_of(buffers.begin(), buffers.end(), same)) {
-      results.push_back({.of = Result::buffer, .itself = t});
-      continue;
-    }
-    const Tensor base = owner(t);
-    auto out = std::find_if(outputs.begin(), outputs.end(), [&](const Tensor& o) { return o.is_same(base); });
-    if (out == outputs.end()) out = outputs.insert(outputs.end(), base);
-    results.push_back(view_of({.of = Result::output, .index = static_cast<size_t>(out - outputs.begin())}, t, base));
   }
-  return results;
+  variable_list outputs;
+  for (const auto& [base, members] : groups) {
+    // A result that covers the memory, or is alone there, serves for the owner, which need not be the same tensor when
+    // the method runs again (a linear layer's output may be a view, or none).
+    auto whole = std::find_if(members.begin(), members.end(),
+                              [&, &base = base](size_t i) { return returned[i].numel() == base.numel(); });
+    const auto same_as_first = [&, &members = members](size_t i) { return returned[i].is_same(returned[members[0]]); };
+    if (std::all_of(members.begin(), members.end(), same_as_first)) whole = members.begin();
+    const bool as_owner = whole == members.end();
+    const size_t chosen = as_owner ? members[0] : *whole;
+    for (size_t i : members) {
+      call.results[i].index = outputs.size();
+      set_view(call.results[i], returned[i], as_owner ? base : returned[chosen], call);
+    }
+    call.outputs.push_back({chosen, as_owner});
+    // No view for autograd, which refuses to overwrite views that a function returns.
+    outputs.push_back(as_owner || !returned[chosen].is_view() ? (as_owner ? base : returned[chosen])
+                                                              : returned[chosen].variable_data());
+  }
+  return outputs;
 }
 
 Tensor make_result(const Result& r, at::TensorList inputs, const variable_list& outputs) {
@@ -205,8 +234,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
                   "--checkpoint for this module");
     std::vector<Tensor> returned;
     collect(*result, returned);
-    variable_list outputs, fixed;
-    what->results = sort_results(*what, returned, inputs, outputs);
+    const variable_list outputs = sort_results(*what, returned, inputs);
+    variable_list fixed;
     for (const Tensor& t : outputs)
       if (!t.is_floating_point() && !t.is_complex()) fixed.push_back(t);
     ctx->mark_non_differentiable(fixed);
@@ -242,17 +271,16 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       collect(call(what->self, what->method, replace(what->arguments, next)), all);
       TORCH_CHECK(all.size() == what->results.size(), "tsmem::checkpoint: the method ", what->method, " returned ",
                   all.size(), " tensors when it was run again, and ", what->results.size(), " before");
-      std::vector<bool> done(grads.size());
-      for (size_t i = 0; i < all.size(); ++i) {
-        const Result& r = what->results[i];
-        if (r.of != Result::output || done[r.index] || !grads[r.index].defined()) continue;
-        done[r.index] = true;
-        const Tensor again = r.view ? owner(all[i]) : all[i];
-        TORCH_CHECK(again.sizes() == grads[r.index].sizes(), "tsmem::checkpoint: the method ", what->method,
-                    " returned another view when it was run again");
-        if (!again.requires_grad()) continue;
+      for (size_t i = 0; i < grads.size(); ++i) {
+        const auto [chosen, as_owner] = what->outputs[i];
+        const Tensor again = as_owner ? owner(all[chosen]) : all[chosen];
+        if (!grads[i].defined() || !again.requires_grad()) continue;
+        TORCH_CHECK(again.numel() == grads[i].numel(), "tsmem::checkpoint: the method ", what->method, " of ",
+                    what->self.type()->repr_str(),
+                    " returned views of another tensor when it was run again; rewrite the model without --checkpoint "
+                    "for this module");
         outputs.push_back(again);
-        cotangents.push_back(grads[r.index]);
+        cotangents.push_back(grads[i].reshape(again.sizes()));
       }
     }
     if (outputs.empty() || wanted.empty()) return result;

@@ -7,13 +7,14 @@ Pattern act_mul() {
   return {.name = "act-mul",
           .algebra = "z = act(x); p = z * s",
           .keeps = "before: x, z, s; after: x, s",
-          .conditions = "a smooth activation that keeps its input; it may have other users",
+          .conditions = "a smooth activation, which may have other users; nothing writes to x later",
           .rules = {{.match = "%z = act(%x)\n"
                               "%p = mul(%z, %s)",
                      .rewrite = "%z = tsmem::act(%x, ACT)\n"
                                 "%p = tsmem::mul_act(%z, %s, %x, ACT)",
                      .shared = {"z"},
-                     .activations = kSmooth}}};
+                     .activations = kSmooth,
+                     .intact = {"x"}}}};
 }
 
 }  // namespace tsmem

@@ -14,13 +14,13 @@ Pattern bn_add_act() {
   masked.activations = kMasked;
   smooth.activations = kSmooth;
   smooth.activations.insert({"sigmoid", "tanh"});
-  smooth.intact = {"r"};
+  smooth.intact = {"r", "y"};
   return {.name = "bn-add-act",
           .algebra = "z = act(batch_norm(y) + r)",
           .keeps = "before: y, z, statistics; after: y, statistics, 1 bit an element (smooth activations: r)",
           .conditions =
               "batch_norm(y) and the sum have no other user; the sum has no factor; smooth activations: nothing "
-              "in the same method writes to r later",
+              "writes to r or y later",
           .rules = {masked, smooth}};
 }
 

@@ -6,14 +6,17 @@ static std::vector<Rule> rules(bool recompute) {
   std::vector<Rule> rules;
   const std::string bn =
       "%gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn, ACT, " + std::string(recompute ? "true" : "false");
+  // A frozen convolution does not keep its input.
+  const std::set<std::string> intact = recompute ? std::set<std::string>{"x"} : std::set<std::string>{};
   const auto add = [&](const std::string& conv, const std::string& rest) {
     const std::string norm = "%n = batch_norm(%c, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn)";
     const std::string op = "tsmem::conv_batch_norm_act(" + rest + ", " + bn + ")";
     // A scripted norm asks for the size of its input, the conv output that is no longer made.
     const std::string sizes =
         "%c = tsmem::conv_output_size(%x, %w" + rest.substr(std::string("%x, %w, %b").size()) + ")";
-    rules.push_back({.match = conv + "\n" + norm + "\n%z = act(%n)", .rewrite = "%z = " + op, .sizes = sizes});
-    rules.push_back({.match = conv + "\n" + norm, .rewrite = "%n = " + op, .sizes = sizes});
+    rules.push_back(
+        {.match = conv + "\n" + norm + "\n%z = act(%n)", .rewrite = "%z = " + op, .sizes = sizes, .intact = intact});
+    rules.push_back({.match = conv + "\n" + norm, .rewrite = "%n = " + op, .sizes = sizes, .intact = intact});
   };
   const std::pair<const char*, const char*> dims[] = {{"1", "[0]"}, {"2", "[0, 0]"}, {"3", "[0, 0, 0]"}};
   add("%c = _convolution(%x, %w, %b, %stride, %padding, %dilation, %transposed, %outpad, %groups, %benchmark, "
@@ -43,7 +46,9 @@ Pattern conv_bn_act_recompute() {
   return {.name = "conv-bn-act-recompute",
           .algebra = "z = act(batch_norm(conv(x, w))), the convolution repeated in backward",
           .keeps = "before: x, y = conv(x, w), batch_norm(y) or z; after: x",
-          .conditions = "y and batch_norm(y) have no other user but for their sizes; used only when named by --only",
+          .conditions =
+              "y and batch_norm(y) have no other user but for their sizes; nothing writes to x later; used only when "
+              "named by --only",
           .by_default = false,
           .rules = rules(true)};
 }

@@ -259,33 +259,40 @@ Offers offers_recompute(const std::string& op) {
   return Offers::nothing;
 }
 
-// Calls and constant branches that are given an inner value, and in the view neither use it nor ask for more than its
-// size, as a norm's check of its input's dimensions: what they contain is to be inlined as well. False: there are none.
-static bool add_users_of_inner_values(const View& copy, const Scopes& scopes, const std::vector<const Found*>& matches,
-                                      std::unordered_set<const Scope*>& wanted) {
-  bool any = false;
-  const std::function<void(Value*)> add_users = [&](Value* v) {
-    for (const Use& use : v->uses())
-      for (const Node* n = use.user; n; n = n->owningBlock()->owningNode()) {
-        const auto place = copy.places.find(n);
-        if (place == copy.places.end()) continue;
-        for (int branch : {-1, 0, 1})
-          if (auto it = scopes.all.find({place->second.scope, place->second.node, branch}); it != scopes.all.end())
-            any |= wanted.insert(it->second.get()).second;
-      }
-  };
+// Users of inner values outside their match, in a copy that leaves calls as they are; those that ask for sizes aside.
+static std::vector<Node*> strangers(const View& copy, const std::vector<const Found*>& matches) {
+  std::vector<Node*> users;
   for (const Found* f : matches) {
     std::set<std::string> made;
     for (const Line& line : parse_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
-    for (const auto& [name, o] : f->values)
-      if (o.output && !made.count(name))
-        add_users(copy.copies.at({f->nodes[o.node].scope, f->nodes[o.node].node})->output(o.index));
+    std::set<Node*> nodes;
+    for (const Place& p : f->nodes) nodes.insert(copy.copies.at({p.scope, p.node}));
+    for (const auto& [name, o] : f->values) {
+      if (!o.output || made.count(name)) continue;
+      const Place& p = f->nodes[o.node];
+      for (const Use& use : copy.copies.at({p.scope, p.node})->output(o.index)->uses()) {
+        const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
+        if (!nodes.count(use.user) && !(asks_size && !f->rule->sizes.empty())) users.push_back(use.user);
+      }
+    }
   }
-  return any;
+  return users;
+}
+
+// Calls and constant branches around a node of a copy that the copy has left as they are.
+static void add_calls_around(const Node* n, const View& copy, const Scopes& scopes,
+                             std::unordered_set<const Scope*>& wanted) {
+  for (; n; n = n->owningBlock()->owningNode()) {
+    const auto place = copy.places.find(n);
+    if (place == copy.places.end()) continue;
+    for (int branch : {-1, 0, 1})
+      if (auto it = scopes.all.find({place->second.scope, place->second.node, branch}); it != scopes.all.end())
+        wanted.insert(it->second.get());
+  }
 }
 
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                     const RecomputeArgument& recompute) {
+                                     const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
   // seen through: the view did so, and a match may have reached a value by it.
@@ -295,7 +302,16 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
   View copy = copy_graph(source, scopes, inlines);
-  while (add_users_of_inner_values(copy, scopes, choice.matches, wanted)) copy = copy_graph(source, scopes, inlines);
+  // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
+  for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
+    const size_t before = wanted.size();
+    for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
+    for (const Scope* s : dead) add_with_parents(s, wanted);
+    if (wanted.size() == before)
+      throw std::logic_error(fmt::format("{} uses an inner value of a match", users[0]->kind().toQualString()));
+    copy = copy_graph(source, scopes, inlines);
+    remove_dead_code(copy);
+  }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);
   // The check takes seconds for thousands of branches, as each looks at all nodes.

@@ -383,6 +383,21 @@ std::string runs_once(const Graph& method) {
   return why(view.graph->block());
 }
 
+// Paths of the modules in which a method makes something that it uses. TorchScript drops calls of the others, and would
+// not drop tsmem::checkpoint.
+std::set<std::string> used_modules(const Graph& method, Scopes& scopes) {
+  View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+  remove_dead_code(view);
+  std::set<std::string> used;
+  for (const auto& [copy, place] : view.places)
+    if (std::any_of(copy->outputs().begin(), copy->outputs().end(),
+                    [](const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }) &&
+        copy->kind() != prim::GetAttr)
+      for (const Scope* s = place.scope; s; s = s->parent)
+        if (s->of_module) used.insert(s->path);
+  return used;
+}
+
 // Calls of checkpointed modules become tsmem::checkpoint; returns their places: (relative path, method).
 std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     Block* block, const std::string& outer, const std::function<bool(const std::string&)>& checkpointed) {
@@ -414,6 +429,8 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
 struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
+  std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
+  std::set<std::string> used;                                    // with --checkpoint: used_modules()
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
@@ -564,13 +581,14 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
+      Result& result = results[method];
+      if (!checkpointed.empty()) result.used = used_modules(*function->graph(), scopes);
       // Nothing is matched across the border of a module that runs again as a whole.
       View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
-        return checkpointed.empty() || !s->of_module || s->path.empty() || !is_checkpointed(checkpointed, c, s->path);
+        return !s->of_module || !result.used.count(s->path) || !is_checkpointed(checkpointed, c, s->path);
       });
-      Result& result = results[method];
       for (const auto& [place, copy] : view.copies) result.copied.insert(place);
-      remove_dead_code(view);
+      result.dead = remove_dead_code(view);
       result.matched = find_matches(view, patterns, attributes);
       const auto differentiated = differentiated_dropouts(view);
       for (Found& found : result.matched.found)
@@ -625,12 +643,12 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       const Choice choice = choose_matches(result.allowed, result.matched.found, result.copied, scopes, matches_of);
       for (const Found* found : choice.matches) result.found.push_back(*found);
       if (!choice.matches.empty() || !choice.inlined.empty())
-        result.body = apply_matches(*function_graph(f), scopes, choice, recompute);
+        result.body = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
       if (in_autocast.count(it->first)) continue;
       if (checkpointed.empty()) continue;
       auto body = result.body ? result.body : function_graph(f)->copy();
       result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
-        return is_checkpointed(checkpointed, c, path);
+        return is_checkpointed(checkpointed, c, path) && result.used.count(path) > 0;
       });
       if (!result.checkpoints.empty()) result.body = body;
     }

@@ -188,26 +188,25 @@ View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(co
   return view;
 }
 
-// Whether LibTorch's analysis, which takes long for large graphs, may find something.
-static bool may_have_dead_code(Block* block) {
+// Whether something is overwritten, other than a buffer, and then not used: LibTorch's analysis of aliases, which takes
+// long for large graphs, may find that nobody sees it.
+static bool overwrites_unused(Block* block) {
   for (Node* n : block->nodes()) {
     for (Block* b : n->blocks())
-      if (may_have_dead_code(b)) return true;
-    const bool branches = n->kind() == prim::If || n->kind() == prim::Loop;
-    if (branches && std::any_of(n->outputs().begin(), n->outputs().end(), [](Value* v) { return !v->hasUses(); }))
-      return true;
-    if (!n->kind().is_aten() || n->hasUses() || n->kind() == aten::__is__ || n->kind() == aten::__isnot__) continue;
+      if (overwrites_unused(b)) return true;
     const FunctionSchema* schema = n->maybeSchema();
-    const bool reads_tensor = std::any_of(n->inputs().begin(), n->inputs().end(),
-                                          [](Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); });
-    if (schema && !schema->is_mutable() && reads_tensor) return true;
+    if (schema && schema->is_mutable() && !n->hasUses() && n->input(0)->node()->kind() != prim::GetAttr) return true;
   }
   return false;
 }
 
-void remove_dead_code(View& view) {
-  if (!may_have_dead_code(view.graph->block())) return;
-  EliminateDeadCode(view.graph);
+std::unordered_set<const Scope*> remove_dead_code(View& view) {
+  // As TorchScript does: its first pass does not know that norms write to their statistics.
+  EliminateDeadCode(view.graph->block());
+  if (overwrites_unused(view.graph->block())) {
+    EliminateDeadCode(view.graph);
+    EliminateDeadCode(view.graph->block());
+  }
   std::unordered_set<const Node*> alive;
   const std::function<void(Block*)> visit = [&](Block* b) {
     for (Node* n : b->nodes()) {
@@ -216,8 +215,18 @@ void remove_dead_code(View& view) {
     }
   };
   visit(view.graph->block());
+  std::unordered_set<const Scope*> dead;
+  for (const auto& [copy, place] : view.places) {
+    if (alive.count(copy)) continue;
+    const auto outputs = place.node->outputs();
+    if (std::any_of(outputs.begin(), outputs.end(), [](const Value* v) {
+          return v->type()->isSubtypeOf(*TensorType::get()) && v->node()->kind() != prim::GetAttr;
+        }))
+      dead.insert(place.scope);
+  }
   std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
   std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
+  return dead;
 }
 
 }  // namespace tsmem

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace tsmem {
 
@@ -53,9 +54,9 @@ struct View {
 // Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines);
 
-// Takes out what TorchScript does not run, as nothing uses its result: a norm there updates no statistics, and a dropout
-// draws nothing.
-void remove_dead_code(View& view);
+// Takes out what TorchScript does not run, as nothing uses its result: a norm there updates no statistics (but for the
+// first call), and a dropout draws nothing. Returns the calls and branches in which tensors were made there.
+std::unordered_set<const Scope*> remove_dead_code(View& view);
 
 // The graph of the method or function that a prim::CallMethod or prim::CallFunction runs; null where that isn't known
 // before run time (interfaces, hooks, built-in functions).
