@@ -227,7 +227,7 @@ def check(programs: List[Program], levels: List[str], folder: str, seed: int) ->
                 m = getattr(container, p.name)
                 if p.config["freeze_after"]:
                     step.freeze(m, p.config)
-                wrong = judge.verdict(originals[p.name], step.run(m, p.config))
+                wrong = judge.verdict(originals[p.name], step.run(m, p.config, states=originals[p.name].states))
                 if wrong:
                     p.wrong[level] = wrong
 
@@ -250,7 +250,9 @@ def make_original(p: Program, module, folder: str) -> judge.Original:
 
     if p.config["freeze_after"]:
         step.freeze(module, p.config)
-    return judge.Original(p.config, p.source, load, step.run(module, p.config), eager)
+    states: List[dict] = []
+    records = step.run(module, p.config, keep=states)
+    return judge.Original(p.config, p.source, load, eager, states, records)
 
 
 def main(path: str, levels: List[str]) -> int:

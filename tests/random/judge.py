@@ -1,6 +1,6 @@
 """Is a rewritten program the same as the original? What each tolerance is, and who decides where they differ."""
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Optional
 
 import torch
@@ -11,45 +11,56 @@ from step import Record
 
 @dataclass
 class Original:
-    """What the original does; the rarer questions are asked of it when there is a difference."""
+    """What the original does. Every call of every other begins with the state that the original's began with."""
 
     config: dict
     source: str
     load: Callable  # a fresh original
-    records: List[Record]
     eager: Callable  # a fresh eager module with the original's state
-    exact: Optional[List[Record]] = None
-    steady: Optional[List[Record]] = None
-    eagerly: Optional[List[Record]] = None
+    states: List[Record]  # before each call
+    records: List[Record]
+    others: Dict[str, List[Record]] = field(default_factory=dict)  # the rarer questions, asked when there is a difference
     spread: Optional[Dict[str, float]] = None
 
 
+def once(name: str):
+    """Keeps what a question's answer was."""
+    def wrap(f):
+        def ask(o: Original) -> List[Record]:
+            if name not in o.others:
+                o.others[name] = f(o)
+            return o.others[name]
+        return ask
+    return wrap
+
+
+@once("float64")
 def float64(o: Original) -> List[Record]:
-    if o.exact is None:
-        o.exact = step.run(o.load().double(), o.config, torch.float64)
-    return o.exact
+    return step.run(o.load().double(), o.config, torch.float64, states=o.states)
 
 
+@once("steady")
 def steady(o: Original) -> List[Record]:
-    """The calls, by an original that has been called four times with grad mode on: from its third call on TorchScript runs what it has optimised."""
-    if o.steady is None:
-        module, fresh = o.load(), o.load()
-        step.run(module, {**o.config, "calls": [(train, flag, n, True) for train, flag, n, _ in o.config["calls"]]})
-        with torch.no_grad():
-            for (_, to), (_, value) in zip(module.state_dict().items(), fresh.state_dict().items()):
-                to.copy_(value)
-        modules = dict(module.named_modules())
-        for name, value in step.lists_and_numbers(fresh).items():
-            path, attribute = name.rsplit(".", 1)
-            setattr(modules[path], attribute, value)
-        o.steady = step.run(module, o.config)
-    return o.steady
+    """By an original that has been called four times with grad mode on: from its third call on TorchScript runs what it has optimised."""
+    module = o.load()
+    step.run(module, {**o.config, "calls": [(train, flag, n, True) for train, flag, n, _ in o.config["calls"]]}, states=o.states)
+    return step.run(module, o.config, states=o.states)
 
 
+@once("first")
+def first(o: Original) -> List[Record]:
+    """Each call as the first of a fresh original, which TorchScript has not optimised."""
+    records = []
+    for call in range(len(o.records)):
+        module = o.load()
+        step.restore(module, o.states[call])
+        records.append(step.guarded(module, o.config, call))
+    return records
+
+
+@once("eager")
 def eager(o: Original) -> List[Record]:
-    if o.eagerly is None:
-        o.eagerly = step.run(o.eager(), o.config)
-    return o.eagerly
+    return step.run(o.eager(), o.config, states=o.states)
 
 
 def spread(o: Original) -> Dict[str, float]:
@@ -58,13 +69,14 @@ def spread(o: Original) -> Dict[str, float]:
         eps = step.EPS[resolution(o)]
         o.spread = {}
         for factor in (1.0, 8.0, 64.0, 8.0):
-            moved = o.load()
             generator = torch.Generator().manual_seed(int(factor))
-            with torch.no_grad():
-                for p in moved.parameters():
-                    p.mul_((1 + eps * factor * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p.dtype))
-            for k, e in step.errors(o.records, step.run(moved, o.config, noise=eps * factor)).items():
+            states = [{**s, "tensors": [t * (1 + eps * factor * torch.randn(t.shape, generator=generator, dtype=torch.float64)).to(t.dtype) if t.is_floating_point() else t for t in s["tensors"]]} for s in o.states]
+            for k, e in step.errors(o.records, step.run(o.load(), o.config, noise=eps * factor, states=states)).items():
                 o.spread[k] = max(o.spread.get(k, 0.0), e)
+        for other in (steady(o), eager(o)):  # constants that TorchScript's derivatives round to float32, or eager's do
+            for k, e in step.errors(o.records, other).items():
+                if e < 1e-6:
+                    o.spread[k] = max(o.spread.get(k, 0.0), e)
     return o.spread
 
 
@@ -98,38 +110,53 @@ def too_far(o: Original, records: List[Record], reference: List[Record]) -> Dict
 
 def differences(o: Original, records: List[Record], reference: List[Record]) -> List[str]:
     numbers = [f"{k}: relative difference {e:.2g}" for k, e in too_far(o, records, reference).items()]
-    facts = step.facts(reference, records)
-    for call, (train, flag, n, grad) in enumerate(o.config["calls"]):
-        # A dropout with p = 0 or p = 1 under no_grad: whether the original draws depends on the calls before. Eager PyTorch does not.
-        drawn = f"call {call + 1}: generator: "
-        if not grad and any(f.startswith(drawn) for f in facts) and step.raised(eager(o)) is None and torch.equal(records[call]["generator"], eager(o)[call]["generator"]):
-            facts = [f for f in facts if not f.startswith(drawn)]
-    return facts + numbers
+    return step.facts(reference, records) + numbers
 
 
-def only_rounding(o: Original, records: List[Record], reference: List[Record]) -> bool:
-    if step.facts(reference, records):
-        return False
-    own = dict(spread(o))
-    for other in (steady(o), eager(o)):  # constants that TorchScript's derivatives round to float32, or eager's do
-        for k, e in step.errors(o.records, other).items():
-            if e < 1e-6:
-                own[k] = max(own.get(k, 0.0), e)
-    return all(e <= 10 * own.get(k, 0.0) for k, e in too_far(o, records, reference).items())
+def only_rounding(o: Original, records: List[Record], reference: List[Record], wrong: List[str]) -> List[str]:
+    """Those of the differences that rounding alone does not explain."""
+    own = spread(o)
+    near = {f"{k}: relative difference {e:.2g}" for k, e in too_far(o, records, reference).items() if e <= 10 * own.get(k, 0.0)}
+    return [w for w in wrong if w not in near]
 
 
 def verdict(o: Original, records: List[Record]) -> List[str]:
-    """What is wrong, in sentences; empty where nothing is."""
+    """What is wrong, in sentences; empty where nothing is.
+
+    A call is right if it does what the original does in that call, or, where the original's calls differ among themselves, in a first call or in one that TorchScript has optimised. Of the state, each
+    tensor by itself: what TorchScript takes for unused depends on the call. In a call that nothing is optimised for, this may be eager PyTorch's too.
+    """
     wrong = differences(o, records, o.records)
     if not wrong:
         return []
-    if not differences(o, records, steady(o)):
+    left: List[str] = []
+    for call in range(len(o.records)):
+        here = lambda lines: [line for line in lines if line.startswith(f"call {call + 1}: ")]
+        mine = here(wrong)
+        if not mine:
+            continue
+        against = {}
+        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first)):
+            r = reference(o)
+            if len(r) <= call:  # it has raised before
+                against[name] = mine
+                continue
+            against[name] = here(differences(o, records, r))
+            if against[name]:
+                against[name] = only_rounding(o, records, r, against[name])
+            if not against[name]:
+                break
+        if not all(against.values()):
+            continue
+        state = lambda lines: {line.split(": ")[1] for line in lines if line.split(": ")[1].startswith("state ")}
+        never = set.intersection(*[state(lines) for lines in against.values()])
+        if call == 0:
+            never &= state(here(differences(o, records, eager(o))))
+        best = min(([line for line in lines if line.split(": ")[1] not in state(lines) - never] for lines in against.values()), key=len)
+        if best:
+            left += mine
+    if not left:
         return []
-    own = differences(o, o.records, steady(o))
-    eager_differs = differences(o, records, eager(o))
-    if own and not eager_differs:  # stock is not the same in all its calls
-        return []
-    if only_rounding(o, records, o.records) or only_rounding(o, records, steady(o)):
-        return []
-    who = "eager PyTorch is with the rewritten model" if not eager_differs else "eager PyTorch is with the original" if not differences(o, o.records, eager(o)) else "eager PyTorch is with neither"
-    return wrong + [who] + (["the original differs between its own calls"] if own else [])
+    with_eager = differences(o, records, eager(o))
+    who = "eager PyTorch is with the rewritten model" if not with_eager else "eager PyTorch is with the original" if not differences(o, o.records, eager(o)) else "eager PyTorch is with neither"
+    return left + [who]

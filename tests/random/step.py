@@ -126,20 +126,50 @@ def backward(module, how: str, losses: List[torch.Tensor], leaves: List[torch.Te
         total.backward()
 
 
-def run(module, config: dict, dtype: Optional[torch.dtype] = None, noise: float = 0.0) -> List[Record]:
-    """A record for every call; one that raises is the last, and has its message under "raises"."""
+def snapshot(module) -> Record:
+    """Parameters, buffers, lists and numbers, to be put back by restore()."""
+    copy = lambda value: [t.detach().clone() for t in value] if isinstance(value, list) else value
+    return {"tensors": [t.detach().clone() for t in module.state_dict().values()], "others": {name: copy(value) for name, value in lists_and_numbers(module).items()}}
+
+
+def restore(module, state: Record) -> None:
+    with torch.no_grad():
+        for to, value in zip(module.state_dict().values(), state["tensors"]):
+            to.copy_(value)
+    if not state["others"]:
+        return
+    modules = dict(module.named_modules())
+    for name, value in state["others"].items():
+        path, attribute = name.rsplit(".", 1)
+        setattr(modules[path], attribute, [t.clone() for t in value] if isinstance(value, list) else value)
+
+
+def run(module, config: dict, dtype: Optional[torch.dtype] = None, noise: float = 0.0, states: Optional[List[Record]] = None, keep: Optional[List[Record]] = None) -> List[Record]:
+    """A record for every call; one that raises is the last, and has its message under "raises".
+
+    Every call begins with its entry of `states`, where these are given. `keep` takes what each began with.
+    """
     records: List[Record] = []
     for call in range(len(config["calls"])):
-        try:
-            records.append(one_call(module, config, call, dtype or dtype_of(config), noise))
-        except Exception as error:  # whatever the program raises is what is compared
-            records.append({"raises": f"{type(error).__name__}: {error}"})
+        if states is not None:
+            restore(module, states[call])
+        if keep is not None:
+            keep.append(snapshot(module))
+        records.append(guarded(module, config, call, dtype, noise))
+        if raised(records):
             break
     return records
 
 
+def guarded(module, config: dict, call: int, dtype: Optional[torch.dtype] = None, noise: float = 0.0) -> Record:
+    try:
+        return one_call(module, config, call, dtype or dtype_of(config), noise)
+    except Exception as error:  # whatever the program raises is what is compared
+        return {"raises": f"{type(error).__name__}: {error}"}
+
+
 def raised(records: List[Record]) -> Optional[str]:
-    return records[-1].get("raises")
+    return records[-1].get("raises") if records else None
 
 
 def norm(t: torch.Tensor) -> float:
