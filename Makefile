@@ -1,6 +1,7 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
 # make test    every test
+# make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make hostile SEEDS=0:2000   every command on that many damaged and hostile files (hours; tests/hostile)
 # make bench   every benchmark; results in build/bench
@@ -12,7 +13,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test sanitize hostile bench setup clean format tidy
+.PHONY: build demo test fuzz sanitize hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -31,6 +32,10 @@ test: build
 	if [ $$py -ne 0 ]; then echo "make test: pytest failed"; fi; \
 	[ $$cpp -eq 0 ] && [ $$py -eq 0 ]
 
+fuzz: SEEDS ?= 0:1000
+fuzz: build
+	@$(PYTHON) tests/random/fuzz.py $(SEEDS)
+
 # Python has no sanitizers of its own: they are loaded before it, and its leaks are not ours.
 sanitize: setup
 	@cmake --preset asan-ubsan -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
@@ -41,7 +46,7 @@ sanitize: setup
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  $(PYTHON) -m pytest tests/ops
 
-SEEDS ?= 0:2000
+hostile: SEEDS ?= 0:2000
 hostile: build
 	@$(PYTHON) tests/hostile/run_hostile.py $(SEEDS)
 

@@ -1,0 +1,162 @@
+"""Is a rewritten program the same as the original? What each tolerance is, and who decides where they differ."""
+import re
+from dataclasses import dataclass, field
+from typing import Callable, Dict, List, Optional
+
+import torch
+
+import step
+from step import Record
+
+
+@dataclass
+class Original:
+    """What the original does. Every call of every other begins with the state that the original's began with."""
+
+    config: dict
+    source: str
+    load: Callable  # a fresh original
+    eager: Callable  # a fresh eager module with the original's state
+    states: List[Record]  # before each call
+    records: List[Record]
+    others: Dict[str, List[Record]] = field(default_factory=dict)  # the rarer questions, asked when there is a difference
+    spread: Optional[Dict[str, float]] = None
+
+
+def once(name: str):
+    """Keeps what a question's answer was."""
+    def wrap(f):
+        def ask(o: Original) -> List[Record]:
+            if name not in o.others:
+                o.others[name] = f(o)
+            return o.others[name]
+        return ask
+    return wrap
+
+
+@once("float64")
+def float64(o: Original) -> List[Record]:
+    return step.run(o.load().double(), o.config, torch.float64, states=o.states)
+
+
+@once("steady")
+def steady(o: Original) -> List[Record]:
+    """By an original that has been called four times with grad mode on: from its third call on TorchScript runs what it has optimised."""
+    module = o.load()
+    step.run(module, {**o.config, "calls": [(train, flag, n, True) for train, flag, n, _ in o.config["calls"]]}, states=o.states)
+    return step.run(module, o.config, states=o.states)
+
+
+@once("first")
+def first(o: Original) -> List[Record]:
+    """Each call as the first of a fresh original, which TorchScript has not optimised."""
+    records = []
+    for call in range(len(o.records)):
+        module = o.load()
+        step.restore(module, o.states[call])
+        records.append(step.guarded(module, o.config, call))
+    return records
+
+
+@once("eager")
+def eager(o: Original) -> List[Record]:
+    return step.run(o.eager(), o.config, states=o.states)
+
+
+def spread(o: Original) -> Dict[str, float]:
+    """How far the original's own results move when its inputs and weights move by a rounding error: a sum that is zero but for rounding, a maximum between equals."""
+    if o.spread is None:
+        eps = step.EPS[resolution(o)]
+        o.spread = {}
+        for factor in (1.0, 8.0, 64.0, 8.0):
+            generator = torch.Generator().manual_seed(int(factor))
+            states = [{**s, "tensors": [t * (1 + eps * factor * torch.randn(t.shape, generator=generator, dtype=torch.float64)).to(t.dtype) if t.is_floating_point() else t for t in s["tensors"]]} for s in o.states]
+            for k, e in step.errors(o.records, step.run(o.load(), o.config, noise=eps * factor, states=states)).items():
+                o.spread[k] = max(o.spread.get(k, 0.0), e)
+        for other in (steady(o), eager(o)):  # constants that TorchScript's derivatives round to float32, or eager's do
+            for k, e in step.errors(o.records, other).items():
+                if e < 1e-6:
+                    o.spread[k] = max(o.spread.get(k, 0.0), e)
+    return o.spread
+
+
+# Stock takes their constants as float32 in some of its derivatives, tsmem never does: docs/troubleshooting.md.
+FLOAT32_CONSTANTS = re.compile(r"[hH]ardsigmoid|[lL]eaky_?[rR]e[lL][uU]_?\(.*0\.1|[cC][eE][lL][uU]|[sS][eE][lL][uU]")
+
+
+def resolution(o: Original) -> torch.dtype:
+    if "autocast(" in o.source or o.config["autocast"]:
+        return torch.bfloat16 if o.config["dtype"] != "float64" or ".float()" in o.source else torch.float64
+    if o.config["dtype"] == "float64" and ".float()" in o.source:
+        return torch.float32
+    return step.dtype_of(o.config)
+
+
+def too_far(o: Original, records: List[Record], reference: List[Record]) -> Dict[str, float]:
+    """The tensors that are further from the reference than rounding explains."""
+    apart = step.errors(reference, records)
+    if resolution(o) == torch.float64:
+        return {k: e for k, e in apart.items() if e > (1e-6 if FLOAT32_CONSTANTS.search(o.source) else 1e-9)}
+    if not any(apart.values()):
+        return {}
+    exact = float64(o)
+    eps = step.EPS[resolution(o)]
+    if step.raised(exact):
+        return {k: e for k, e in apart.items() if e > 64 * eps}
+    ours, stocks = step.errors(exact, records), step.errors(exact, reference)
+    # A tensor that has no float64 twin is held against the original.
+    return {k: e for k, e in apart.items() if e > 0 and (ours.get(k, e) > 3 * stocks.get(k, 0.0) + 4 * eps)}
+
+
+def differences(o: Original, records: List[Record], reference: List[Record]) -> List[str]:
+    numbers = [f"{k}: relative difference {e:.2g}" for k, e in too_far(o, records, reference).items()]
+    return step.facts(reference, records) + numbers
+
+
+def only_rounding(o: Original, records: List[Record], reference: List[Record], wrong: List[str]) -> List[str]:
+    """Those of the differences that rounding alone does not explain."""
+    own = spread(o)
+    near = {f"{k}: relative difference {e:.2g}" for k, e in too_far(o, records, reference).items() if e <= 10 * own.get(k, 0.0)}
+    return [w for w in wrong if w not in near]
+
+
+def verdict(o: Original, records: List[Record]) -> List[str]:
+    """What is wrong, in sentences; empty where nothing is.
+
+    A call is right if it does what the original does in that call, or, where the original's calls differ among themselves, in a first call or in one that TorchScript has optimised. Of the state, each
+    tensor by itself: what TorchScript takes for unused depends on the call. In a call that nothing is optimised for, this may be eager PyTorch's too.
+    """
+    wrong = differences(o, records, o.records)
+    if not wrong:
+        return []
+    left: List[str] = []
+    for call in range(len(o.records)):
+        here = lambda lines: [line for line in lines if line.startswith(f"call {call + 1}: ")]
+        mine = here(wrong)
+        if not mine:
+            continue
+        against = {}
+        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first)):
+            r = reference(o)
+            if len(r) <= call:  # it has raised before
+                against[name] = mine
+                continue
+            against[name] = here(differences(o, records, r))
+            if against[name]:
+                against[name] = only_rounding(o, records, r, against[name])
+            if not against[name]:
+                break
+        if not all(against.values()):
+            continue
+        state = lambda lines: {line.split(": ")[1] for line in lines if line.split(": ")[1].startswith("state ")}
+        never = set.intersection(*[state(lines) for lines in against.values()])
+        if call == 0:
+            never &= state(here(differences(o, records, eager(o))))
+        best = min(([line for line in lines if line.split(": ")[1] not in state(lines) - never] for lines in against.values()), key=len)
+        if best:
+            left += mine
+    if not left:
+        return []
+    with_eager = differences(o, records, eager(o))
+    who = "eager PyTorch is with the rewritten model" if not with_eager else "eager PyTorch is with the original" if not differences(o, o.records, eager(o)) else "eager PyTorch is with neither"
+    return left + [who]

@@ -1,0 +1,64 @@
+"""300 random programs with fixed seeds, and that the comparison can fail: a rewrite that is wrong on purpose is caught and reduced."""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BUILD = pathlib.Path(os.environ.get("TSMEM_BUILD", ROOT / "build"))
+
+# Stands in for the tool: rewrites, and then changes the result as FAULT says.
+FAULTY = """#!{python}
+import os, re, subprocess, sys, zipfile
+code = subprocess.run([{tool!r}, *sys.argv[1:]]).returncode
+out = sys.argv[sys.argv.index("-o") + 1]
+if code == 0:
+    with zipfile.ZipFile(out) as z:
+        parts = [(i.filename, z.read(i)) for i in z.infolist()]
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as z:
+        for name, data in parts:
+            if name.endswith(".py"):
+                data = re.sub({pattern!r}, {text!r}, data.decode()).encode()
+            z.writestr(name, data)
+sys.exit(code)
+"""
+FAULTS = {
+    "a product is a sum": (r"ops\.tsmem\.mul\(([^()]*)\)", r"torch.add(\1)"),
+    "dropout that draws again": (r"ops\.tsmem\.dropout\((\w+), ([^()]*)\)", r"ops.tsmem.dropout(torch.dropout(\1, 0.5, True), \2)"),
+}
+
+
+def fuzz(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(HERE / "fuzz.py"), *arguments], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("seeds", ["0:64", "64:128", "128:192", "192:256", "256:300"])
+def test_random_programs(seeds, tmp_path):
+    done = fuzz(seeds, "--most", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = map(int, seeds.split(":"))
+    programs, wrong = map(int, re.fullmatch(r"(\d+) programs, (\d+) wrong", done.stdout.splitlines()[-1]).groups())
+    assert wrong == 0 and programs >= 0.9 * (last - first), done.stdout  # the rest is discarded
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_rewrite_is_caught_and_reduced(fault, tmp_path):
+    pattern, text = FAULTS[fault]
+    tool = tmp_path / "tsmem"
+    tool.write_text(FAULTY.format(python=sys.executable, tool=os.environ.get("TSMEM_BIN", str(BUILD / "bin" / "tsmem")), pattern=pattern, text=text))
+    tool.chmod(0o755)
+    done = fuzz("0:32", "--levels", "regions", "--keep", str(tmp_path), "--most", "1", TSMEM_BIN=str(tool))
+    assert done.returncode == 1, done.stdout + done.stderr
+    programs, wrong = map(int, re.fullmatch(r"(\d+) programs, (\d+) wrong", done.stdout.splitlines()[-1]).groups())
+    assert 0 < wrong < programs
+    # The first is reduced: little more than what is wrong with it. Its file shows the fault, and with the right tool none.
+    files = [tmp_path / f"{m}.py" for m in re.findall(r"^program (\d+) is wrong", done.stdout, re.M)]
+    body = files[0].read_text().split("def forward")[1].split("CONFIG")[0].strip().splitlines()
+    assert len(body) <= 8, files[0].read_text()
+    shown = lambda **environment: subprocess.run([sys.executable, str(HERE / "check.py"), str(files[0]), "regions"], capture_output=True, text=True, env={**os.environ, **environment})
+    assert shown(TSMEM_BIN=str(tool)).returncode == 1
+    assert shown().returncode == 0
