@@ -4,6 +4,7 @@
 # make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make hostile SEEDS=0:2000   every command on that many damaged and hostile files (hours; tests/hostile)
+# make tsan    forward and backward from several threads under ThreadSanitizer, in build-tsan
 # make bench   every benchmark; results in build/bench
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
 SHELL := /bin/bash
@@ -13,7 +14,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test fuzz sanitize hostile bench setup clean format tidy
+.PHONY: build demo test fuzz sanitize tsan hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -50,11 +51,19 @@ hostile: SEEDS ?= 0:2000
 hostile: build
 	@$(PYTHON) tests/hostile/run_hostile.py $(SEEDS)
 
+# Races are told where our code is on either side: LibTorch isn't instrumented. setarch -R: gcc's runtime needs its addresses free.
+tsan: build
+	@cmake --preset tsan -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
+	@cmake --build --preset tsan
+	@PYTHONPATH=python $(PYTHON) tests/threads/write_models.py build-tsan/models
+	@TSAN_OPTIONS="ignore_noninstrumented_modules=1:suppressions=tests/threads/suppressions.txt:second_deadlock_stack=1" \
+	  setarch -R build-tsan/bin/tsmem_threads build-tsan/models 2
+
 bench: build
 	@$(PYTHON) bench/run.py
 
 clean:
-	rm -rf build build-asan
+	rm -rf build build-asan build-tsan
 
 format:
 	clang-format -i $(SOURCES)

@@ -31,10 +31,15 @@ struct Again {
     auto impl = out ? out->lock() : nullptr;
     return {impl ? Tensor(std::move(impl)) : Tensor(), std::exchange(logsumexp, Tensor())};
   }
-  void put(const Tensor& made, const Tensor& sums) {
-    std::lock_guard lock(mutex);
-    out.emplace(made.getIntrusivePtr());
-    logsumexp = sums;
+  // Until it is taken or the pass of backward is over.
+  static void put(const std::shared_ptr<Again>& again, const Tensor& made, const Tensor& sums) {
+    if (!when_pass_ends([weak = std::weak_ptr<Again>(again)] {
+          if (const auto a = weak.lock()) a->take();
+        }))
+      return;
+    std::lock_guard lock(again->mutex);
+    again->out.emplace(made.getIntrusivePtr());
+    again->logsumexp = sums;
   }
 };
 
@@ -120,7 +125,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
       out, {q, k, v, value_or_undefined(mask)},
       [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
         const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale});
-        if (const auto a = node.lock()) a->put(made, logsumexp);
+        if (const auto a = node.lock()) Again::put(a, made, logsumexp);
         return made;
       },
       recompute, Pieces::no, flops);

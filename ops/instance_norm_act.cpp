@@ -33,8 +33,11 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
                      use_input_stats, momentum, eps, cudnn_enabled, name, args, recompute);
   if (use_input_stats) {
     at::NoGradGuard no_grad;
-    if (running_mean) Tensor(*running_mean).copy_(mean->view({images, channels}).mean(0));
-    if (running_var) Tensor(*running_var).copy_(var->view({images, channels}).mean(0));
+    // Both or none, where memory runs out.
+    const auto over_images = [&](const OptTensor& t) { return t ? t->view({images, channels}).mean(0) : Tensor(); };
+    const Tensor new_mean = over_images(mean), new_var = over_images(var);
+    if (running_mean) Tensor(*running_mean).copy_(new_mean);
+    if (running_var) Tensor(*running_var).copy_(new_var);
   }
   return out.view(input.sizes());
 }

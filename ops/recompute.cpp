@@ -41,6 +41,22 @@ struct Recipe {
 
 bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
+bool when_pass_ends(std::function<void()> f) {
+  if (torch::autograd::get_current_graph_task_id() == -1) return false;
+  struct Once {
+    std::function<void()> f;
+    ~Once() { run(); }
+    void run() {
+      if (const auto now = std::exchange(f, nullptr)) now();
+    }
+  };
+  // A pass that fails calls no callbacks, and destroys them.
+  const auto once = std::make_shared<Once>();
+  torch::autograd::Engine::get_default_engine().queue_callback([once] { once->run(); });
+  once->f = std::move(f);
+  return true;
+}
+
 namespace {
 
 // What is made again is made as kernels are called: without autograd and autocast.
@@ -69,20 +85,19 @@ struct Known {
 };
 
 // Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
-// Not copied to what shares its memory (detach).
+// Not copied to what shares its memory (detach). Stays with the output when it is empty: another thread may detach it.
 struct Held : c10::BackendMeta {
+  std::mutex mutex;  // forks of one graph may ask at once
   std::vector<Tensor> sources;
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>&) const override { return {}; }
 };
 
 void let_go(const Tensor& output) {
-  static std::mutex mutex;  // forks of one graph may ask at once
-  auto* impl = output.unsafeGetTensorImpl();
-  c10::intrusive_ptr<c10::BackendMeta> dropped;  // destroyed after the lock is given back: graphs may go with it
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!dynamic_cast<Held*>(impl->get_backend_meta())) return;
-  dropped = impl->get_backend_meta_intrusive_ptr();
-  impl->set_backend_meta({});
+  auto* held = dynamic_cast<Held*>(output.unsafeGetTensorImpl()->get_backend_meta());
+  if (!held) return;
+  std::vector<Tensor> dropped;  // destroyed after the lock is given back: graphs may go with them
+  std::lock_guard<std::mutex> lock(held->mutex);
+  dropped.swap(held->sources);
 }
 
 class Table {
@@ -90,11 +105,12 @@ class Table {
   // f(known) under the lock; makes the entry where it is missing.
   template <class F>
   void update(const std::shared_ptr<Node>& node, F f) {
+    std::vector<Known> dropped;  // destroyed after the lock is given back: tensors and graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
-    if (entries_.size() > limit_) sweep();
+    if (entries_.size() > limit_) sweep(dropped);
     Known& known = entries_[node.get()];
     if (known.node.expired()) {
-      known = Known();
+      dropped.push_back(std::exchange(known, Known()));
       known.node = node;
     }
     f(known);
@@ -107,9 +123,15 @@ class Table {
   }
 
  private:
-  void sweep() {
-    for (auto it = entries_.begin(); it != entries_.end();)
-      it = it->second.node.expired() ? entries_.erase(it) : std::next(it);
+  void sweep(std::vector<Known>& dropped) {
+    for (auto it = entries_.begin(); it != entries_.end();) {
+      if (it->second.node.expired()) {
+        dropped.push_back(std::move(it->second));
+        it = entries_.erase(it);
+      } else {
+        ++it;
+      }
+    }
     limit_ = 2 * entries_.size() + 1024;
   }
   std::mutex mutex_;
@@ -216,16 +238,15 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
   }
   Tensor made = recipe->make(operands, spare);
   if (own) *own = !hold && (!recipe->view || spare[0]);
-  if (hold && torch::autograd::get_current_graph_task_id() != -1) {
+  // Where the op's own backward, or the next user's, is not part of this pass, or the pass fails.
+  if (hold && when_pass_ends([weak = std::weak_ptr<const Recipe>(recipe)] {
+        if (const auto r = weak.lock()) {
+          Tensor dropped;  // freed without the lock
+          std::lock_guard<std::mutex> guard(r->mutex);
+          std::swap(dropped, r->made);
+        }
+      }))
     recipe->made = made;
-    // Where the op's own backward, or the next user's, is not part of this pass.
-    torch::autograd::Engine::get_default_engine().queue_callback([weak = std::weak_ptr<const Recipe>(recipe)] {
-      if (const auto r = weak.lock()) {
-        std::lock_guard<std::mutex> guard(r->mutex);
-        r->made = Tensor();
-      }
-    });
-  }
   return made;
 }
 
@@ -273,16 +294,30 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   return view;
 }
 
-struct Program : torch::CustomClassHolder {
-  std::vector<RecipePtr> recipes;
-  int64_t user = 0;  // the node's place in this thread's forward
-  int at = 0;        // in the journal
+// A tensor's counter of changes, and where it stood in forward.
+struct Version {
+  c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+  uint32_t before = 0;
 };
 
-Journal* journal = nullptr;
+struct Program : torch::CustomClassHolder {
+  std::vector<RecipePtr> recipes;
+  int64_t user = 0;                   // the node's place in this thread's forward
+  std::shared_ptr<Journal*> journal;  // none: forward was not noted
+  int at = 0;                         // in the journal
+  std::vector<Version> versions;      // of the leaves
+};
+
+// Of the thread that runs forward: others may train meanwhile. Backward, on whatever thread, finds it by its nodes;
+// they may outlive the journal, which is null then.
+thread_local std::shared_ptr<Journal*> journal;
+
+// What is to be noted in now, or nullptr.
+Journal* noting() { return journal && !(*journal)->closed ? *journal : nullptr; }
 
 // Notes a value that an op could offer; returns its index.
-int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& make, int64_t recompute, double flops) {
+int note(Journal* journal, const Tensor& output, const std::vector<Tensor>& operands, const Make& make,
+         int64_t recompute, double flops) {
   Journal::Value v{recompute, static_cast<int64_t>(output.storage().nbytes()),
                    flops,     0,
                    {},        c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
@@ -313,14 +348,17 @@ int note(const Tensor& output, const std::vector<Tensor>& operands, const Make& 
 
 }  // namespace
 
-void set_journal(Journal* j) { journal = j; }
+void set_journal(Journal* j) {
+  if (journal) *journal = nullptr;
+  journal = j ? std::make_shared<Journal*>(j) : nullptr;
+}
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t recompute, Pieces pieces,
            double flops, Rows rows) {
   const auto& node = output.grad_fn();
   if (recompute == 0 || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
-  if (journal && !journal->closed) {
-    const int value = note(output, operands, make, recompute, flops);
+  if (Journal* now = noting()) {
+    const int value = note(now, output, operands, make, recompute, flops);
     table().update(node, [&](Known& k) { k.value = value; });
   }
   if (recompute < 0) return;
@@ -401,9 +439,9 @@ Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType devi
 }
 
 void Keeper::add(const Tensor& t, bool always_itself) {
-  if (journal && !journal->closed && t.defined())
+  if (Journal* now = t.defined() ? noting() : nullptr)
     if (const auto known = known_of(owner(t)); known && known->value >= 0)
-      journal->uses.push_back({known->value, static_cast<int>(journal->values.size())});
+      now->uses.push_back({known->value, static_cast<int>(now->values.size())});
   if (t.defined() && !always_itself && !hooks_active()) {
     std::vector<Tensor> leaves;
     if (RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves)) {
@@ -434,13 +472,50 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
     auto& all = recipe->users;  // nearly always in order: forks of one graph count apart
     all.insert(std::upper_bound(all.begin(), all.end(), program->user), program->user);
   }
-  if (journal) program->at = journal->closed ? -1 : static_cast<int>(journal->values.size());
+  if (const Journal* now = noting()) {
+    program->journal = journal;
+    program->at = static_cast<int>(now->values.size());
+  }
+  for (const Tensor& l : leaves_)
+    program->versions.push_back(l.defined() && !l.is_inference() ? Version{l.unsafeGetTensorImpl()->version_counter(),
+                                                                           static_cast<uint32_t>(l._version())}
+                                                                 : Version());
   ctx->saved_data["kept"] = at::IValue::make_capsule(std::move(program));
   ctx->save_for_backward(std::move(leaves_));
 }
 
-Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_variables()) {
+namespace {
+
+// The saved tensors of a node. Where all those that were changed in place are sources of what is made again, stock may
+// have kept copies of none of them: its error, and ours.
+std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program& program) {
+  try {
+    return ctx->get_saved_variables();
+  } catch (const c10::Error& error) {
+    size_t leaf = 0;
+    bool itself = false, source = false;
+    const auto changed = [&] {
+      const Version& v = program.versions[leaf++];
+      return v.counter.enabled() && v.counter.current_version() != v.before;
+    };
+    for (const RecipePtr& r : program.recipes) {
+      Visited visited;
+      const size_t end = r ? place(*r, leaf, visited) : leaf + 1;
+      while (leaf < end) (r ? source : itself) |= changed();
+    }
+    if (itself || !source) throw;
+    TORCH_CHECK(false, error.what_without_backtrace(),
+                "\ntsmem: a source of a recomputed tensor was changed in place: backward makes a tensor again from one "
+                "that was written to after forward. Write to a copy of it (clone), or rewrite the model with '--level "
+                "ops'; see docs/troubleshooting.md");
+  }
+}
+
+}  // namespace
+
+Kept::Kept(torch::autograd::AutogradContext* ctx) {
   const auto program = c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule());
+  leaves_ = unpack(ctx, *program);
   recipes_ = program->recipes;
   user_ = program->user;
   size_t at = 0;
@@ -449,7 +524,8 @@ Kept::Kept(torch::autograd::AutogradContext* ctx) : leaves_(ctx->get_saved_varia
     places_.emplace_back();
     at = r ? place(*r, at, places_.back()) : at + 1;
   }
-  if (journal && journal->mark && program->at >= 0) journal->mark(program->at, true);
+  if (Journal* noted = program->journal ? *program->journal : nullptr; noted && noted->mark)
+    noted->mark(program->at, true);
   drop_own_output();
 }
 

@@ -65,12 +65,16 @@ struct Journal {
   std::function<void(int at, bool backward)> mark;
 };
 
-// nullptr: none. For one training step at a time.
+// Of what this thread runs forward, until it is set anew; nullptr: none. For one training step at a time.
 __attribute__((visibility("default"))) void set_journal(Journal* journal);
 
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is made again, as they count
 // and replace what is saved.
 bool hooks_active();
+
+// Runs f once, when the pass of backward that runs on this thread has ended or failed. False: there is none, and f is
+// dropped.
+bool when_pass_ends(std::function<void()> f);
 
 // Whether a node may keep t for nothing: others keep it, or it is made again from what others keep.
 bool costs_nothing(const at::Tensor& t);
@@ -101,7 +105,7 @@ class Keeper {
 };
 
 // The other end, in backward. Unpacks everything once, which raises PyTorch's errors for freed graphs and for tensors
-// changed in place.
+// changed in place; where the latter are only there to make others, with a sentence of ours.
 class Kept {
  public:
   explicit Kept(torch::autograd::AutogradContext* ctx);

@@ -279,6 +279,21 @@ def test_parameter_changed_in_place(which):
         torch.autograd.grad(out.sum(), p[3])
 
 
+def test_sources_changed_in_place_have_a_sentence_of_their_own():
+    """What stock would have copied has stock's words and ours; what stock keeps as well has stock's alone."""
+    ours = "tsmem: a source of a recomputed tensor was changed in place"
+    for changed, said in ((1, True), (3, False)):
+        p = parameters()
+        x = torch.randn(2, 8, 16, 16, dtype=torch.float64)
+        z = ops.batch_norm_act(conv(x, p[0]), p[1], p[2], *BN, "relu", [], True)
+        out = conv(z, p[3])
+        with torch.no_grad():
+            p[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            torch.autograd.grad(out.sum(), (p[3], p[0]))
+        assert (ours in str(error.value)) == said
+
+
 def test_output_changed_in_place_is_kept():
     """What is no longer the recipe's result is not made by it."""
     p = parameters()
