@@ -208,6 +208,16 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, double, const OptTensor&)>();
     return op.call(grad, x, static_cast<int64_t>(act.kind), act.a, act.b, act.c, optional(own));
   }
+  // ATen's derivatives of these two have no derivative; the same formulas do, of differentiable operators
+  // (derivatives.yaml: infinitely_differentiable_silu_backward, …_mish_backward).
+  if (at::GradMode::is_enabled() && act.kind == ActKind::silu) {
+    const Tensor s = x.sigmoid();
+    return grad * s * (1 + x * (1 - s));
+  }
+  if (at::GradMode::is_enabled() && act.kind == ActKind::mish) {
+    const Tensor t = at::softplus(x).tanh();
+    return grad * (t + x * x.sigmoid() * (1 - t * t));
+  }
   const char* approximate = act.kind == ActKind::gelu_tanh ? "tanh" : "none";
   switch (act.kind) {
     case ActKind::silu:
@@ -256,6 +266,11 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
 
 Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
+  // Rewritten code has these for sigmoid_ and tanh_ alone: of integers they would give float32, and raise.
+  if (!self.is_floating_point() && !self.is_complex()) {
+    if (act.kind == ActKind::sigmoid) return self.clone().sigmoid_();
+    if (act.kind == ActKind::tanh) return self.clone().tanh_();
+  }
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
   const bool ours = recompute && smooth(act.kind) && !autocast_casts(self, act);
   if (self.numel() == 0 || !plain(self)) return stock_act(self, act);
