@@ -1,0 +1,81 @@
+// Under torch.func.vmap the ops run PyTorch's own operators, which have batching rules.
+//
+// Every op computes with stock operators where its tensors are not plain() ones, batched ones among them. The
+// dispatcher takes a batched tensor to vmap's fallback all the same, which calls an op once a sample and refuses those
+// that write to a buffer or take lists: here it is taken to the op itself.
+#include <torch/library.h>
+
+#include "common.h"
+
+namespace tsmem {
+namespace {
+
+// An op's one body is registered for every backend (CompositeImplicitAutograd), so the CPU's entry has it.
+void run_body(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
+  if (another_copy_registered()) return;
+  // tests/ops/test_vmap.py checks that none is missing. contiguous and reshape have theirs in copies.cpp.
+  for (const char* name : {"act",
+                           "adaptive_avg_pool1d",
+                           "adaptive_avg_pool2d",
+                           "adaptive_avg_pool3d",
+                           "adaptive_max_pool1d",
+                           "adaptive_max_pool2d",
+                           "adaptive_max_pool3d",
+                           "add",
+                           "alpha_dropout",
+                           "avg_pool1d",
+                           "avg_pool2d",
+                           "avg_pool3d",
+                           "batch_norm_act",
+                           "batch_norm_act_max_pool2d",
+                           "batch_norm_act_stats",
+                           "batch_norm_add_act",
+                           "cat",
+
+                           "_convolution",
+                           "_convolution.deprecated",
+                           "conv1d",
+                           "conv1d.padding",
+                           "conv2d",
+                           "conv2d.padding",
+                           "conv3d",
+                           "conv3d.padding",
+                           "conv_batch_norm_act",
+                           "conv_output_size",
+                           "conv_transpose1d",
+                           "conv_transpose2d.input",
+                           "conv_transpose3d.input",
+                           "dropout",
+                           "feature_alpha_dropout",
+                           "feature_dropout",
+                           "group_norm",
+                           "instance_norm_act",
+                           "layer_norm",
+                           "linear",
+                           "matmul",
+                           "max_pool1d",
+                           "max_pool2d",
+                           "max_pool3d",
+                           "mul",
+                           "mul_act",
+                           "mul_batch_norm_act",
+                           "pad",
+                           "reflection_pad1d",
+                           "reflection_pad2d",
+                           "reflection_pad3d",
+                           "replication_pad1d",
+                           "replication_pad2d",
+                           "replication_pad3d",
+
+                           "roll",
+                           "scaled_dot_product_attention",
+                           "softmax"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_body>());
+}
+
+}  // namespace
+}  // namespace tsmem
