@@ -42,8 +42,9 @@ bool norm_usable(const Tensor& like, const c10::SymInt& channels, const BatchNor
 
 bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act) {
   if (input.dim() < 2 || input.sym_numel() == 0 || !norm_usable(input, input.sym_size(1), bn, act)) return false;
+  // Other strides would be the sum's, in PyTorch's.
   return !other || (plain(*other) && other->scalar_type() == input.scalar_type() && other->device() == input.device() &&
-                    other->sym_sizes() == input.sym_sizes());
+                    other->sym_sizes() == input.sym_sizes() && other->sym_strides() == input.sym_strides());
 }
 
 Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled) {

@@ -300,7 +300,6 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                                      const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
-  for (const Scope* s : dead) add_with_parents(s, wanted);
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
   // seen through: the view did so, and a match may have reached a value by it.
   const auto inlines = [&](const Scope* s) {
@@ -308,19 +307,17 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
-  const auto make_copy = [&] {
-    View copy = copy_graph(source, scopes, inlines);
-    if (!dead.empty()) remove_dead_code(copy);
-    return copy;
-  };
-  View copy = make_copy();
+  View copy = copy_graph(source, scopes, inlines);
   // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
+  bool tried = false;
   for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
     const size_t before = wanted.size();
     for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
-    if (wanted.size() == before)
+    for (const Scope* s : dead) add_with_parents(s, wanted);
+    if (std::exchange(tried, true) && wanted.size() == before)
       throw std::logic_error(fmt::format("{} uses an inner value of a match", users[0]->kind().toQualString()));
-    copy = make_copy();
+    copy = copy_graph(source, scopes, inlines);
+    remove_dead_code(copy);
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);

@@ -34,9 +34,10 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
                       const MatchesOf& matches_of);
 
 // The body of `source` with the matches applied: calls and branches that a match crosses, and those that the choice
-// names, are inlined, the rest stays as it was. `dead`, the calls and branches in which tensors are made that are never
-// used (remove_dead_code), are inlined too, and these tensors are no longer made. Throws std::logic_error where an op's
-// schema does not take what the rule gives it (a bug in a pattern).
+// names, are inlined, the rest stays as it was. `dead`: the calls and branches in which tensors are made that are never
+// used (remove_dead_code); they are inlined, and what is unused in them left out, only where an inner value of a match
+// has such a user. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a
+// pattern).
 std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                                      const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
 

@@ -638,7 +638,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       Result& result = it->second;
       const Choice choice = choose_matches(result.allowed, result.matched.found, result.copied, scopes, matches_of);
       for (const Found* found : choice.matches) result.found.push_back(*found);
-      if (!choice.matches.empty() || !choice.inlined.empty() || (!checkpointed.empty() && !result.dead.empty()))
+      if (!choice.matches.empty() || !choice.inlined.empty())
         result.body = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
       if (in_autocast.count(it->first)) continue;
       if (checkpointed.empty()) continue;
