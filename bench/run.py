@@ -190,7 +190,7 @@ def verify(a, folder: Path) -> list:
 
     rows, shape = [], f"{a.batch}x3x{a.size}x{a.size}"
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    print(f"\nVerification, {shape} (x: not compared so large, but on the model's own example)")
+    print(f"\nVerification, {shape} (x: on the model's own example instead)")
     print(f"{'model':42}{'step s':>9}{'verify s':>10}{'steps':>7}{'rewrite s':>11}{'calls':>7}  result")
     for name in a.models:
         model, example = models.cached(name)
