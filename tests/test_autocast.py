@@ -1,0 +1,173 @@
+"""A caller's torch.autocast around a rewritten model: the dtypes of the original, at every call."""
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import conftest
+from command_line import run
+
+conftest.load()
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.transposed, self.linear = nn.ConvTranspose2d(4, 4, 3, padding=1), nn.Linear(8, 8)
+        self.layer, self.group, self.instance = nn.LayerNorm(8), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)
+
+
+class Convolution(Layers):
+    def forward(self, x):
+        return self.conv(x)
+
+
+class Transposed(Layers):
+    def forward(self, x):
+        return self.transposed(x)
+
+
+class Linear(Layers):
+    def forward(self, x):
+        return F.dropout(self.linear(x), 0.0)
+
+
+class Sum(Layers):
+    def forward(self, x):
+        return F.relu(self.conv(x)) + F.relu(self.conv(x * 2))
+
+
+class SumInPlace(Layers):
+    def forward(self, x):
+        y = F.relu(self.conv(x))
+        y += F.relu(self.conv(x * 2))
+        return y
+
+
+class SumWithFloat(Layers):
+    def forward(self, x):
+        return F.relu(self.conv(x)) + F.relu(x)
+
+
+class FloatIntoHalf(Layers):
+    def forward(self, x):
+        y = F.relu(self.conv(x))
+        y += F.relu(x)
+        y *= torch.sigmoid(x)
+        return y
+
+
+class Product(Layers):
+    def forward(self, x):
+        y = F.silu(self.conv(x))
+        return y * torch.sigmoid(self.conv(x))
+
+
+class SqueezeExcite(Layers):
+    def forward(self, x):
+        y = F.silu(self.norm(self.conv(x)))
+        return y * torch.sigmoid(F.adaptive_avg_pool2d(y, 1))
+
+
+class Residual(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return F.relu(self.norm(self.conv(y)) + y)
+
+
+class ResidualInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.norm(self.conv(y))
+        z += y
+        return F.relu(z)
+
+
+class NormThenGelu(Layers):
+    def forward(self, x):
+        return F.gelu(self.norm(self.conv(x)))
+
+
+class NormThenRelu(Layers):
+    def forward(self, x):
+        return F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+
+
+class LayerNorm(Layers):
+    def forward(self, x):
+        return self.layer(self.conv(x))
+
+
+class GroupNorm(Layers):
+    def forward(self, x):
+        return F.silu(self.group(self.conv(x)))
+
+
+class InstanceNorm(Layers):
+    def forward(self, x):
+        return F.relu(self.instance(self.conv(x)))
+
+
+class Softplus(Layers):
+    def forward(self, x):
+        return F.softplus(self.conv(x)) * 2
+
+
+class Product3(Layers):
+    def forward(self, x):
+        return torch.softmax(torch.matmul(x, x.transpose(2, 3)), -1) @ x
+
+
+PROGRAMS = [Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
+            NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Product3]
+
+
+class Programs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for program in PROGRAMS:
+            self.add_module(program.__name__, program())
+
+    def forward(self, x):
+        return [getattr(self, "Convolution")(x)]
+
+
+@pytest.fixture(scope="module", params=["script", "trace"])
+def files(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("autocast")
+    torch.manual_seed(0)
+    programs = Programs()
+    if request.param == "trace":
+        for name, child in list(programs.named_children()):
+            programs.add_module(name, torch.jit.trace(child, torch.randn(2, 4, 8, 8), check_trace=False))
+    torch.jit.script(programs).save(str(folder / "original.pt"))
+    for level in ("regions", "ops"):
+        done = run("rewrite", folder / "original.pt", "-o", folder / f"{level}.pt", "--level", level)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("level", ["regions", "ops"])
+def test_dtypes_of_the_original(files, level):
+    stock, ours, exact = (torch.jit.load(str(files / f"{name}.pt")) for name in ("original", level, "original"))
+    exact.double()
+    wrong = []
+    for program in [p.__name__ for p in PROGRAMS]:
+        a, b, c = (getattr(m, program) for m in (stock, ours, exact))
+        for call in range(4):
+            torch.manual_seed(call)
+            x = torch.randn(2, 4, 8, 8)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y, z = a(x), b(x)
+            if y.dtype != z.dtype:
+                wrong.append(f"{program}, call {call + 1}: {z.dtype} in place of {y.dtype}")
+                continue
+            true = c(x.double())
+            error, allowed = (z.double() - true).norm(), (y.double() - true).norm()
+            assert error <= 2 * allowed + 1e-3 * true.norm(), program
+            for m, out in ((a, y), (b, z)):
+                m.zero_grad()
+                out.float().square().sum().backward()
+            assert all((p.grad is None) == (q.grad is None) and (p.grad is None or p.grad.dtype == q.grad.dtype) for p, q in zip(a.parameters(), b.parameters()))
+    assert not wrong, wrong
