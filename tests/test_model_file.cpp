@@ -161,10 +161,10 @@ TEST(PickleFault, AcceptsWhatIsWhole) {
   EXPECT_EQ(fault_of("\x80\x02)."), "");
   EXPECT_EQ(fault_of("\x80\x02(K\x01K\x02tq" + std::string(1, '\0') + "."), "");
   EXPECT_EQ(fault_of("\x80\x02"
-                         "ccollections\nOrderedDict\n)R."),
+                     "ccollections\nOrderedDict\n)R."),
             "");
   EXPECT_EQ(fault_of("\x80\x02]q\x01(K\x01K\x02"
-                         "e."),
+                     "e."),
             "");
 }
 
@@ -175,11 +175,11 @@ TEST(PickleFault, RefusesWhatCannotBe) {
   EXPECT_NE(fault_of("\x80\x02t."), "");       // no mark
   EXPECT_NE(fault_of("\x80\x02)(\x85."), "");  // below the mark
   EXPECT_NE(fault_of("\x80\x02X\xff\xff\xff\x7f"
-                         "abc."),
-            "");                                               // a string longer than the file
+                     "abc."),
+            "");                                           // a string longer than the file
   EXPECT_NE(fault_of("\x80\x02)r\xff\xff\xff\x7f."), "");  // a memo of 2^31 entries
   EXPECT_NE(fault_of("\x80\x02"
-                         "ccollections\n"),
+                     "ccollections\n"),
             "");  // half a name
 }
 
