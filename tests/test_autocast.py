@@ -40,7 +40,7 @@ class Sum(Layers):
 
 class SumInPlace(Layers):
     def forward(self, x):
-        y = F.relu(self.conv(x))
+        y = F.silu(self.conv(x))
         y += F.relu(self.conv(x * 2))
         return y
 
@@ -52,7 +52,7 @@ class SumWithFloat(Layers):
 
 class FloatIntoHalf(Layers):
     def forward(self, x):
-        y = F.relu(self.conv(x))
+        y = F.silu(self.conv(x))
         y += F.relu(x)
         y *= torch.sigmoid(x)
         return y
@@ -114,13 +114,14 @@ class Softplus(Layers):
         return F.softplus(self.conv(x)) * 2
 
 
-class Product3(Layers):
+class Products(Layers):
     def forward(self, x):
-        return torch.softmax(torch.matmul(x, x.transpose(2, 3)), -1) @ x
+        y = self.linear(x)
+        return torch.softmax(torch.matmul(y, x.transpose(2, 3)), -1) @ x
 
 
 PROGRAMS = [Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
-            NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Product3]
+            NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Products]
 
 
 class Programs(nn.Module):
