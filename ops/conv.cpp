@@ -2,6 +2,8 @@
 //
 // Forward is the stock op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
 // differentiable itself. Of an operand that is not kept, backward needs the shape alone.
+#include <torch/csrc/jit/runtime/interpreter.h>
+
 #include "common.h"
 #include "recompute.h"
 
@@ -344,6 +346,19 @@ struct Lower<op, device> {
   }
 };
 
+// The CPU's autocast leaves aten::_convolution alone, which traced models have; TorchScript's pass does not.
+template <c10::DeviceType device>
+Tensor traced_convolution(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                          IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                          int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32,
+                          int64_t recompute) {
+  const bool lower = device != c10::DeviceType::CPU || !torch::jit::currentCallstack().empty();
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const auto op = lower ? &Lower<&convolution, device>::call : &convolution;
+  return op(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark,
+            deterministic, cudnn_enabled, allow_tf32, recompute);
+}
+
 template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   m.impl("conv1d", TORCH_FN((Lower<&conv<1>, device>::call)));
@@ -356,8 +371,7 @@ void register_autocast(torch::Library& m) {
   m.impl("conv_transpose2d.input", TORCH_FN((Lower<&conv_transpose<2>, device>::call)));
   m.impl("conv_transpose3d.input", TORCH_FN((Lower<&conv_transpose<3>, device>::call)));
   m.impl("_convolution.deprecated", TORCH_FN((Lower<&convolution_deprecated, device>::call)));
-  // The CPU's autocast leaves aten::_convolution alone, which traced models have; TorchScript's pass does not.
-  m.impl("_convolution", TORCH_FN((Lower<&convolution, device>::call)));
+  m.impl("_convolution", TORCH_FN((traced_convolution<device>)));
 }
 
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {

@@ -50,11 +50,12 @@ struct Failing : c10::Allocator {
 
 #define TSMEM_EXPORT extern "C" __attribute__((visibility("default")))
 
-// For the rest of the process; what was allocated before keeps its own deleter.
+// What was allocated before, or between the two, keeps its own deleter.
 TSMEM_EXPORT void faults_install() {
   static Failing allocator;
   c10::SetCPUAllocator(&allocator, /*priority=*/255);
 }
+TSMEM_EXPORT void faults_uninstall() { c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), /*priority=*/255); }
 // Counts requests from 1 again, and refuses those from `from` to `to`; 0, 0: none.
 TSMEM_EXPORT void faults_refuse(int64_t from, int64_t to) { requests = 0, refused = 0, first = from, last = to; }
 TSMEM_EXPORT int64_t faults_requests() { return requests; }

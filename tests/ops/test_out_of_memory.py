@@ -22,7 +22,7 @@ BN = (True, 0.1, 1e-5, True)
 
 @pytest.fixture(scope="module")
 def faults():
-    """The allocator of tests/faults, for the rest of this process; outside its tests it refuses nothing."""
+    """The allocator of tests/faults, in place of PyTorch's for these tests."""
     path = conftest.library().with_name("libtsmem_failing_allocator.so")
     assert path.exists(), f"{path} is not built: build with TSMEM_TESTS=ON"
     library = ctypes.CDLL(str(path))
@@ -34,6 +34,7 @@ def faults():
     torch.set_num_threads(1)
     yield library
     library.faults_refuse(0, 0)
+    library.faults_uninstall()
     torch.set_num_threads(threads)
 
 

@@ -181,6 +181,7 @@ def run(first: int, last: int, keep: Optional[str] = None, shrink: bool = True, 
             else:
                 text = report(o, level, o.source)
             if keep:
+                pathlib.Path(keep).mkdir(parents=True, exist_ok=True)
                 (pathlib.Path(keep) / f"{o.seed}.py").write_text(text)
             elif shrink:
                 print("\n" + text + "\n", flush=True)
