@@ -59,7 +59,7 @@ struct RewriteReport {
   std::vector<Match> matches;
   std::vector<Region> regions;
   std::vector<Refusal> refused;
-  std::vector<Site> sites;         // at Level::plan
+  std::vector<Site> sites;  // at Level::plan
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
