@@ -8,6 +8,7 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "inputs.h"
 #include "nesting.h"
 #include "pickle.h"
 
@@ -146,6 +147,13 @@ void check_module(const std::string& path, const Module& module) {
     return Error(kBadInput, "'" + path + "' has " + what + " in " + name_of(type) +
                                 ": names that begin with _tsmem_ are reserved for what tsmem adds; rename it.");
   };
+  // LibTorch makes a tensor with any zero point or without a quantizer, and says what is wrong when it is used.
+  const auto check_quantized = [&](const c10::IValue& value, const std::string& name) {
+    for (const auto& t : all_tensors(value))
+      if (t.is_quantized() && !t.is_meta())
+        on_users_values("'" + path + "' is damaged: the quantized tensor '" + name + "' has no values",
+                        [&] { t.dequantize(); });
+  };
   std::unordered_set<const void*> objects;
   std::unordered_set<const c10::ClassType*> classes;
   std::vector<Module> todo{module};
@@ -161,7 +169,10 @@ void check_module(const std::string& path, const Module& module) {
       if (!has_type(value, type->getAttribute(i)))
         throw Error(kBadInput, "'" + path + "' is damaged: attribute '" + type->getAttributeName(i) + "' of " +
                                    name_of(*type) + " is no " + type->getAttribute(i)->annotation_str() + ".");
-      if (value.isModule()) todo.emplace_back(value.toObject());
+      if (value.isModule())
+        todo.emplace_back(value.toObject());
+      else
+        check_quantized(value, type->getAttributeName(i));
     }
     if (!classes.insert(type.get()).second) continue;
     for (size_t i = 0; i < type->numAttributes(); ++i)

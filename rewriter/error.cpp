@@ -36,4 +36,15 @@ std::string sentence(const std::exception& e) {
   return text.empty() ? std::string("an error without a message") : std::string(text);
 }
 
+void on_users_values(const std::string& what, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& e) {
+    if (std::string_view(e.what()).find("can't allocate memory") != std::string_view::npos) throw;
+    throw Error(kBadInput, what + ": " + sentence(e));
+  }
+}
+
 }  // namespace tsmem

@@ -1,5 +1,6 @@
 // Errors that end in one sentence for the user and in an exit code.
 #pragma once
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -16,5 +17,9 @@ struct Error : std::runtime_error {
 
 // The first sentence of any exception's text, c10::Error's backtrace and TorchScript's source excerpts left out.
 std::string sentence(const std::exception& e);
+
+// Does work on what a user's file holds: where LibTorch can't do something with it, that is no bug of ours but
+// Error(kBadInput), "WHAT: LibTorch's sentence". Memory that runs out stays what it is.
+void on_users_values(const std::string& what, const std::function<void()>& work);
 
 }  // namespace tsmem

@@ -198,17 +198,17 @@ struct Run {
         out.outputs.push_back({fmt::format("output {}", out.outputs.size()), kept(t)});
       if (!roots.empty() && backward) torch::autograd::backward(roots, random);
       out.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
+      for (size_t i = 0; i < leaves.size(); ++i)
+        if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
+      for (const auto& b : m.named_buffers())
+        out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
+      for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
+        out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
     } catch (const std::exception& e) {
       out.error = sentence(e);
       return out;
     }
-    for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
-    for (size_t i = 0; i < leaves.size(); ++i)
-      if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
-    for (const auto& b : m.named_buffers())
-      out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
-    for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
-      out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
     for (auto& g : generators) {
       std::lock_guard lock(g.mutex());
       out.random.push_back(g.get_state());
@@ -1048,7 +1048,10 @@ VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>&
   require_device(options.device);
   auto typed = check_inputs(a, options.method, inputs);
   if (!options.train_mode && !options.eval_mode) throw Error(kUsage, "There is no mode to verify in.");
-  return Verifier(a, b, typed, options).run();
+  VerifyResult result;
+  on_users_values("The models can't be compared on these inputs",
+                  [&] { result = Verifier(a, b, typed, options).run(); });
+  return result;
 }
 
 std::string compared_text(const VerifyResult& r) {

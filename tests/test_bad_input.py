@@ -273,6 +273,31 @@ def test_a_value_that_contains_itself(tmp_path, model):
     fails(3, "inspect", bad, says="contains itself")
 
 
+class Quantized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 4, 1)
+        self.register_buffer("table", torch.quantize_per_channel(torch.rand(4, 3), torch.full((4,), 0.1), torch.tensor([5, 6, 7, 8]), 0, torch.qint8))
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+def test_quantized_tensors_without_values(tmp_path):
+    """A zero point beyond the dtype, and a quantized tensor that has no scale at all: LibTorch loads both."""
+    good = tmp_path / "good.pt"
+    torch.jit.script(Quantized()).save(str(good))
+    contents = mutate.records(good)
+    points = next(name for name, data in contents.items() if data[:32] == struct.pack("<4q", 5, 6, 7, 8))
+    bad = with_record(good, tmp_path / "zero_point.pt", points, lambda d: struct.pack("<4q", 5, 6, 7, 1 << 55))
+    unscaled = with_record(good, tmp_path / "unscaled.pt", "/data.pkl", lambda d: d.replace(b"FloatStorage", b"QInt8Storage", 1))
+    for file, names in ((bad, ["'table'", "damaged"]), (unscaled, ["quantize"])):
+        fails(3, "inspect", file, says=names)
+        fails(3, "rewrite", file, "-o", tmp_path / "out.pt", says=names)
+        fails(3, "verify", good, file, "--input", SPEC, says=names)
+    assert run("verify", good, good, "--input", SPEC, "--no-measure").returncode == 0
+
+
 def test_garbage_for_places_in_the_source(tmp_path, model):
     bad = with_record(model, tmp_path / "bad.pt", ".debug_pkl", lambda d: b"garbage")
     fails(3, "rewrite", bad, "-o", tmp_path / "out.pt", says=["damaged", "debug_pkl"])
