@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/jit/api/function_impl.h>
 
-#include <dtl/dtl.hpp>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -12,6 +11,7 @@
 #include <unordered_set>
 #include <variant>
 
+#include "rewriter/alignment.h"
 #include "rewriter/error.h"
 #include "rewriter/text.h"
 
@@ -339,10 +339,11 @@ std::string stem(const Value* v) {
 }
 
 using Names = std::unordered_map<const Value*, std::string>;
+using Taken = std::unordered_map<std::string, int>;  // the names that are taken, and the number to try next for each
 
-void give_name(const Value* v, const std::string& name, Names& names, std::set<std::string>& taken) {
+void give_name(const Value* v, const std::string& name, Names& names, Taken& taken) {
   std::string unique = name;
-  for (int i = 2; !taken.insert(unique).second; ++i) unique = fmt::format("{}_{}", name, i);
+  while (!taken.emplace(unique, 2).second) unique = fmt::format("{}_{}", name, taken[name]++);
   names[v] = unique;
 }
 
@@ -356,7 +357,7 @@ std::vector<std::string> texts(const std::vector<Line>& lines, const Names& name
   return result;
 }
 
-void name_all(const Printer& printer, Names& names, std::set<std::string>& taken) {
+void name_all(const Printer& printer, Names& names, Taken& taken) {
   for (auto& line : printer.lines)
     for (auto v : line.defines)
       if (!names.count(v)) give_name(v, printer.is_self(v) ? "self" : "%" + stem(v), names, taken);
@@ -367,7 +368,7 @@ void name_all(const Printer& printer, Names& names, std::set<std::string>& taken
 void compare_graphs(const Graph& a, const Graph& b, MethodDiff& d) {
   Printer pa(a), pb(b);
   Names names_a, names_b;
-  std::set<std::string> taken;
+  Taken taken;
   name_all(pa, names_a, taken);
   // The first line has the inputs, which correspond whatever their types.
   for (size_t i = 0; i < std::min(a.inputs().size(), b.inputs().size()); ++i)
@@ -377,9 +378,6 @@ void compare_graphs(const Graph& a, const Graph& b, MethodDiff& d) {
     for (auto& line : lines) result.push_back(line.text([](const Value*) { return "%"; }));
     return result;
   };
-  dtl::Diff<std::string> alignment(keys(pa.lines), keys(pb.lines));
-  alignment.onHuge();
-  alignment.compose();
   size_t i = 0, j = 0;
   const Line *removed = nullptr, *added = nullptr;  // the last ones since the lines last agreed
   auto correspond = [&](const Line& x, const Line& y) {
@@ -390,11 +388,11 @@ void compare_graphs(const Graph& a, const Graph& b, MethodDiff& d) {
     if (removed && added && removed->defines.size() == added->defines.size()) correspond(*removed, *added);
     removed = added = nullptr;
   };
-  for (auto& [key, info] : alignment.getSes().getSequence()) {
-    if (info.type == dtl::SES_COMMON) {
+  for (const Edit edit : align(keys(pa.lines), keys(pb.lines))) {
+    if (edit == Edit::common) {
       replaced();
       correspond(pa.lines[i++], pb.lines[j++]);
-    } else if (info.type == dtl::SES_DELETE) {
+    } else if (edit == Edit::removed) {
       removed = &pa.lines[i++];
     } else {
       added = &pb.lines[j++];
@@ -634,9 +632,6 @@ std::string painted(const std::string& text, const char* code, bool color) {
 }  // namespace
 
 std::vector<Row> side_by_side(const MethodDiff& d) {
-  dtl::Diff<std::string> lines(d.a, d.b);
-  lines.onHuge();
-  lines.compose();
   std::vector<Row> rows;
   size_t a = 0, b = 0, went = 0, came = 0;  // lines so far; rows of the change under way
   const auto row = [&](size_t& of_side) -> Row& {
@@ -644,11 +639,11 @@ std::vector<Row> side_by_side(const MethodDiff& d) {
     if (of_side++ == change) rows.emplace_back();
     return rows[rows.size() - std::max(went, came) + of_side - 1];
   };
-  for (auto& [line, info] : lines.getSes().getSequence()) {
-    if (info.type == dtl::SES_COMMON) {
+  for (const Edit edit : align(d.a, d.b)) {
+    if (edit == Edit::common) {
       went = came = 0;
       rows.push_back({a++, b++});
-    } else if (info.type == dtl::SES_DELETE) {
+    } else if (edit == Edit::removed) {
       row(went).a = a++;
     } else {
       row(came).b = b++;
@@ -660,20 +655,20 @@ std::vector<Row> side_by_side(const MethodDiff& d) {
 namespace {
 
 std::string hunks_text(const MethodDiff& d, bool color) {
-  dtl::Diff<std::string> lines(d.a, d.b);
-  lines.onHuge();
-  lines.compose();
-  lines.composeUnifiedHunks();
+  const auto edits = align(d.a, d.b);
   std::string text;
-  auto put = [&](const std::string& line, char mark) {
-    auto whole = mark + line;
-    text += (mark == '-' ? painted(whole, "31", color) : mark == '+' ? painted(whole, "32", color) : whole) + "\n";
-  };
-  for (auto& hunk : lines.getUniHunks()) {
-    text += painted(fmt::format("@@ -{},{} +{},{} @@", hunk.a, hunk.b, hunk.c, hunk.d), "36", color) + "\n";
-    for (auto part : {&hunk.common[0], &hunk.change, &hunk.common[1]})
-      for (auto& [line, info] : *part)
-        put(line, info.type == dtl::SES_DELETE ? '-' : info.type == dtl::SES_ADD ? '+' : ' ');
+  for (const Hunk& hunk : hunks(edits)) {
+    text += painted(fmt::format("@@ -{},{} +{},{} @@", hunk.a, hunk.a_count, hunk.b, hunk.b_count), "36", color) + "\n";
+    size_t a = hunk.a - 1, b = hunk.b - 1;
+    for (size_t i = hunk.begin; i < hunk.end; ++i) {
+      if (edits[i] == Edit::added) {
+        text += painted("+" + d.b[b++], "32", color) + "\n";
+        continue;
+      }
+      const auto& line = d.a[a++];
+      text += (edits[i] == Edit::removed ? painted("-" + line, "31", color) : " " + line) + "\n";
+      b += edits[i] == Edit::common;
+    }
   }
   return text;
 }
@@ -683,7 +678,7 @@ std::string hunks_text(const MethodDiff& d, bool color) {
 std::vector<std::string> graph_lines(const Graph& graph) {
   Printer printer(graph);
   Names names;
-  std::set<std::string> taken;
+  Taken taken;
   name_all(printer, names, taken);
   return texts(printer.lines, names);
 }

@@ -298,6 +298,22 @@ def test_quantized_tensors_without_values(tmp_path):
     assert run("verify", good, good, "--input", SPEC, "--no-measure").returncode == 0
 
 
+def test_a_chain_of_twenty_thousand_operators(tmp_path, model):
+    """Quadratic code takes minutes for it."""
+    n = 20_000
+    chain = b"\n".join([b"z0 = torch.neg(x)"] + [b"    z%d = torch.%s(z%d)" % (i + 1, [b"relu", b"neg", b"sigmoid"][i % 3], i) for i in range(n)])
+    folder = tmp_path / "models"
+    folder.mkdir()
+    long = with_record(model, folder / "long.pt", ".py", in_forward(chain))
+    other = with_record(model, folder / "other.pt", ".py", in_forward(chain.replace(b"sigmoid", b"tanh")))
+    for arguments in (["inspect", long], ["rewrite", long, "-o", folder / "out.pt"], ["diff", long, other], ["diff", long, long], ["diff", long, other, "--format", "html"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = run(*arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode in (0, 1), done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, arguments
+
+
 def test_garbage_for_places_in_the_source(tmp_path, model):
     bad = with_record(model, tmp_path / "bad.pt", ".debug_pkl", lambda d: b"garbage")
     fails(3, "rewrite", bad, "-o", tmp_path / "out.pt", says=["damaged", "debug_pkl"])

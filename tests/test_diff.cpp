@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "rewriter/alignment.h"
 #include "rewriter/diff.h"
 #include "rewriter/error.h"
 
@@ -178,4 +179,48 @@ TEST(Diff, TextHasHunksAndColor) {
   EXPECT_EQ(plain.find('\033'), std::string::npos);
   EXPECT_NE(render_text(d, false, true).find("\033[31m"), std::string::npos);
   EXPECT_EQ(render_text(d, true, false).find("@@"), std::string::npos);
+}
+
+// What the edits make of `a`.
+static std::vector<std::string> applied(const std::vector<std::string>& a, const std::vector<std::string>& b,
+                                        const std::vector<Edit>& edits) {
+  std::vector<std::string> out;
+  size_t i = 0, j = 0;
+  for (const Edit edit : edits) {
+    if (edit == Edit::common) EXPECT_EQ(a.at(i), b.at(j));
+    if (edit != Edit::removed) out.push_back(edit == Edit::common ? a.at(i) : b.at(j));
+    i += edit != Edit::added;
+    j += edit != Edit::removed;
+  }
+  EXPECT_EQ(i, a.size());
+  return out;
+}
+
+TEST(Diff, AlignsTextsOfAnyLength) {
+  for (const size_t n : {size_t{0}, size_t{1}, size_t{7}, size_t{999}, size_t{1001}, size_t{30'000}})
+    for (const size_t every : {2, 3, 50}) {
+      std::vector<std::string> a, b;
+      for (size_t i = 0; i < n; ++i) {
+        a.push_back(std::to_string(i % 17));
+        if (i % every) b.push_back(i % (2 * every) == 1 ? "other" : a.back());
+      }
+      const auto edits = align(a, b);
+      EXPECT_EQ(applied(a, b, edits), b) << n;
+      if (every == 50 && n)
+        EXPECT_LE(std::count_if(edits.begin(), edits.end(), [](Edit e) { return e != Edit::common; }),
+                  static_cast<std::ptrdiff_t>(n / 20 + 3));
+    }
+  EXPECT_EQ(align({"a", "b"}, {"a", "b"}), (std::vector{Edit::common, Edit::common}));
+}
+
+TEST(Diff, HunksCoverTheChanges) {
+  std::vector<Edit> edits(30, Edit::common);
+  edits[10] = Edit::removed;
+  edits[17] = Edit::added;  // six common lines between them: one hunk
+  edits[29] = Edit::added;
+  const auto h = hunks(edits);
+  ASSERT_EQ(h.size(), 2u);
+  EXPECT_EQ(std::tuple(h[0].a, h[0].a_count, h[0].b, h[0].b_count), std::tuple(8u, 13u, 8u, 13u));
+  EXPECT_EQ(std::tuple(h[1].a, h[1].a_count, h[1].b, h[1].b_count), std::tuple(26u, 3u, 26u, 4u));
+  EXPECT_TRUE(hunks({}).empty());
 }
