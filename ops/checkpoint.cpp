@@ -1,10 +1,13 @@
 // A whole method call that keeps its arguments alone, and runs again in backward.
 //
 // tsmem::checkpoint(self, method, arguments) is self.method(*arguments). Without gradients it is just that. With them,
-// forward runs without grad mode and keeps the tensors among the arguments; backward runs the method again, with the
-// generator's state and the autocast state of forward, and differentiates that. Buffers (running statistics, counters)
-// change once, in forward: backward puts them back. Parameters are inputs of the autograd node, so that their gradients
-// flow and accumulate as usual.
+// forward keeps the tensors among the arguments alone; backward runs the method again, with the generator's state and
+// the autocast state of forward, and differentiates that. Buffers (running statistics, counters) change once, in
+// forward: backward puts them back. Parameters are inputs of the autograd node, so that their gradients flow and
+// accumulate as usual.
+//
+// Forward runs in grad mode too and drops the graph that this makes: it tells which results need a gradient, and it is
+// then the same code as backward's. The most memory that a step needs is not more by it, as backward needs as much.
 //
 // Results share memory as the method's do. The node gives out the tensors that own the memory; views of these, and
 // arguments and views of them among the results, are made outside the node, where autograd sees what they are.
@@ -104,6 +107,7 @@ struct Result {
   size_t index = 0;    // of the input or the output
   Tensor itself = {};  // a buffer; else undefined
   bool view = false;
+  bool requires_grad = false;
   std::vector<int64_t> sizes = {}, strides = {};
   int64_t offset = 0;
 };
@@ -148,14 +152,17 @@ void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) 
   r.offset = t.storage_offset();
 }
 
-// Sorts what the method returned into call.results and call.outputs; gives the tensors that are the node's outputs.
-variable_list sort_results(Call& call, const std::vector<Tensor>& returned, at::TensorList inputs) {
+// Sorts what the method returned into call.results and call.outputs; gives the tensors that are the node's outputs, and
+// those of them that need no gradient.
+std::pair<variable_list, variable_list> sort_results(Call& call, const std::vector<Tensor>& returned,
+                                                     at::TensorList inputs) {
   const std::vector<Tensor> buffers = buffers_of(call.self);
   call.results.resize(returned.size());
   std::vector<std::pair<Tensor, std::vector<size_t>>> groups;  // what owns the memory, and the results that lie there
   for (size_t i = 0; i < returned.size(); ++i) {
     const Tensor& t = returned[i];
     Result& r = call.results[i];
+    r.requires_grad = t.requires_grad();
     const auto same = [&](const Tensor& other) { return share_memory(t, other); };
     const auto in = std::find_if(inputs.begin(), inputs.end(), same);
     if (in != inputs.end()) {
@@ -172,12 +179,16 @@ variable_list sort_results(Call& call, const std::vector<Tensor>& returned, at::
       group->second.push_back(i);
     }
   }
-  variable_list outputs;
+  variable_list outputs, fixed;
   for (const auto& [base, members] : groups) {
     // A result that covers the memory, or is alone there, serves for the owner, which need not be the same tensor when
     // the method runs again (a linear layer's output may be a view, or none).
-    auto whole = std::find_if(members.begin(), members.end(),
-                              [&, &base = base](size_t i) { return returned[i].numel() == base.numel(); });
+    // One that needs a gradient comes before its detached twin.
+    auto whole = members.end();
+    for (auto i = members.begin(); i != members.end(); ++i)
+      if (returned[*i].numel() == base.numel() &&
+          (whole == members.end() || (returned[*i].requires_grad() && !returned[*whole].requires_grad())))
+        whole = i;
     const auto same_as_first = [&, &members = members](size_t i) { return returned[i].is_same(returned[members[0]]); };
     if (std::all_of(members.begin(), members.end(), same_as_first)) whole = members.begin();
     const bool as_owner = whole == members.end();
@@ -187,17 +198,19 @@ variable_list sort_results(Call& call, const std::vector<Tensor>& returned, at::
       set_view(call.results[i], returned[i], as_owner ? base : returned[chosen], call);
     }
     call.outputs.push_back({chosen, as_owner});
-    // No view for autograd, which refuses to overwrite views that a function returns.
-    outputs.push_back(as_owner || !returned[chosen].is_view() ? (as_owner ? base : returned[chosen])
-                                                              : returned[chosen].variable_data());
+    // Without the graph that made it, and no view, which autograd refuses to overwrite where a function returns one.
+    const Tensor& made = as_owner ? base : returned[chosen];
+    outputs.push_back(made.variable_data());
+    if (!made.requires_grad()) fixed.push_back(outputs.back());
   }
-  return outputs;
+  return {outputs, fixed};
 }
 
 Tensor make_result(const Result& r, at::TensorList inputs, const variable_list& outputs) {
   if (r.of == Result::buffer) return r.itself;
   const Tensor& base = r.of == Result::input ? inputs[r.index] : outputs[r.index];
-  return r.view ? base.as_strided(r.sizes, r.strides, r.offset) : base;
+  const Tensor result = r.view ? base.as_strided(r.sizes, r.strides, r.offset) : base;
+  return result.requires_grad() && !r.requires_grad ? result.detach() : result;
 }
 
 // `arguments` with undefined tensors in place of its tensors: what is kept goes through save_for_backward.
@@ -221,6 +234,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     const auto before = graph_draws();
     {
       const NoAutocastCache fresh;
+      const at::AutoGradMode grad_mode(true);
       *result = call(what->self, what->method, arguments);
     }
     TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what->method, " of ",
@@ -234,10 +248,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
                   "--checkpoint for this module");
     std::vector<Tensor> returned;
     collect(*result, returned);
-    const variable_list outputs = sort_results(*what, returned, inputs);
-    variable_list fixed;
-    for (const Tensor& t : outputs)
-      if (!t.is_floating_point() && !t.is_complex()) fixed.push_back(t);
+    const auto [outputs, fixed] = sort_results(*what, returned, inputs);
     ctx->mark_non_differentiable(fixed);
     ctx->save_for_backward(inputs.vec());
     ctx->saved_data["call"] = IValue::make_capsule(what);

@@ -11,10 +11,6 @@ namespace tsmem {
 
 using namespace torch::jit;
 
-static void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& scopes) {
-  for (; s; s = s->parent) scopes.insert(s);
-}
-
 // A match told from all others of a view. A dropout that draws otherwise is another match, and so is an op that may not
 // offer its output.
 static auto identity(const Found& f, const std::vector<Place>& nodes) {
@@ -38,7 +34,8 @@ static std::optional<Place> within(const Scope* call, const Place& p, const Scop
 }
 
 Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
-                      const std::set<std::pair<const Scope*, Node*>>& copied, const Scopes& scopes,
+                      const std::set<std::pair<const Scope*, Node*>>& copied,
+                      const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
                       const MatchesOf& matches_of) {
   using Identity = decltype(identity(allowed[0], {}));
   std::set<Identity> here;
@@ -56,7 +53,7 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
   std::unordered_set<const Scope*> calls;
   for (const auto& [scope, node] : copied)
     for (const Scope* s = scope; s && calls.insert(s).second; s = s->parent) continue;
-  Choice choice;
+  Choice choice{{}, inlined};
   std::unordered_map<const Scope*, std::set<Identity>> of_call;
   std::unordered_set<const Scope*> differing;  // calls whose callee has a match that this view has not
   for (const Scope* s : calls) {
@@ -265,22 +262,25 @@ Offers offers_recompute(const std::string& op) {
   return op.find("conv") != std::string::npos || products.count(op) ? Offers::dear : Offers::cheap;
 }
 
-// Users of inner values outside their match, in a copy that leaves calls as they are; those that ask for sizes aside.
+// Users, outside their match, of values that are no longer made, in a copy that leaves calls as they are; those that
+// ask for sizes aside.
 static std::vector<Node*> strangers(const View& copy, const std::vector<const Found*>& matches) {
   std::vector<Node*> users;
   for (const Found* f : matches) {
     std::set<std::string> made;
     for (const Line& line : parse_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
-    std::set<Node*> nodes;
-    for (const Place& p : f->nodes) nodes.insert(copy.copies.at({p.scope, p.node}));
-    for (const auto& [name, o] : f->values) {
-      if (!o.output || made.count(name)) continue;
-      const Place& p = f->nodes[o.node];
-      for (const Use& use : copy.copies.at({p.scope, p.node})->output(o.index)->uses()) {
-        const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
-        if (!nodes.count(use.user) && !(asks_size && !f->rule->sizes.empty())) users.push_back(use.user);
-      }
-    }
+    std::vector<Node*> nodes;
+    for (const Place& p : f->nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
+    std::set<const Value*> replaced;
+    for (const auto& [name, o] : f->values)
+      if (o.output && made.count(name)) replaced.insert(nodes[o.node]->output(o.index));
+    for (Node* n : nodes)
+      for (const Value* v : n->outputs())
+        for (const Use& use : v->uses()) {
+          const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
+          const bool inside = std::find(nodes.begin(), nodes.end(), use.user) != nodes.end();
+          if (!replaced.count(v) && !inside && !(asks_size && !f->rule->sizes.empty())) users.push_back(use.user);
+        }
   }
   return users;
 }
@@ -297,8 +297,8 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
   }
 }
 
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                     const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
+View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                   const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
   // seen through: the view did so, and a match may have reached a value by it.
@@ -324,7 +324,7 @@ std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const 
   // The check takes seconds for thousands of branches, as each looks at all nodes.
   const auto nodes = copy.graph->nodes();
   if (std::distance(nodes.begin(), nodes.end()) < kMostChecked) copy.graph->lint();
-  return copy.graph;
+  return copy;
 }
 
 }  // namespace tsmem

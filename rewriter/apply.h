@@ -28,17 +28,19 @@ struct Choice {
 // method has (they cross a call, or are legal only because of what the caller passes), and those in the calls that
 // these inline. A call is inlined too where its callee's own method has a match that this view has not: one that is
 // illegal for what this caller does, or whose result it does not use. Functions are shared with the kept originals and
-// never rewritten in place. `copied`: places of the view, those of code that is never run included.
+// never rewritten in place. `copied`: places of the view, those of code that is never run included. `inlined`: calls
+// and branches that are inlined in any case.
 Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
-                      const std::set<std::pair<const Scope*, Node*>>& copied, const Scopes& scopes,
+                      const std::set<std::pair<const Scope*, Node*>>& copied,
+                      const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
                       const MatchesOf& matches_of);
 
 // The body of `source` with the matches applied: calls and branches that a match crosses, and those that the choice
 // names, are inlined, the rest stays as it was. `dead`: the calls and branches in which tensors are made that are never
 // used (remove_dead_code); they are inlined, and what is unused in them left out, only where an inner value of a match
 // has such a user. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a
-// pattern).
-std::shared_ptr<Graph> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                     const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
+// pattern). The places of what the matches put in are not in the result.
+View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                   const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
 
 }  // namespace tsmem

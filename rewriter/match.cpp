@@ -160,8 +160,9 @@ class Matcher {
   }
 
   std::string name_of(const Node* n) const {
-    const Place& place = view_.places.at(n);
-    const std::string path = place.scope ? place.scope->path : "";
+    const auto place = view_.places.find(n);
+    const Scope* scope = place == view_.places.end() ? nullptr : place->second.scope;
+    const std::string path = scope ? scope->path : "";
     return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
   }
 

@@ -359,7 +359,8 @@ std::string runs_once(const Graph& method) {
   const View view = copy_graph(method, scopes, [](const Scope*) { return true; });
   std::function<std::string(Block*)> why = [&](Block* b) -> std::string {
     for (Node* n : b->nodes()) {
-      if (n->kind() == prim::SetAttr) return "sets attributes";
+      const bool of_local = n->kind() == prim::SetAttr && n->input(0)->node()->kind() == prim::CreateObject;
+      if (n->kind() == prim::SetAttr && !of_local) return "sets attributes";
       const FunctionSchema* schema = n->maybeSchema();
       if (schema && schema->is_mutable())
         for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
@@ -379,24 +380,33 @@ std::string runs_once(const Graph& method) {
   return why(view.graph->block());
 }
 
-// Paths of the modules in which a method makes something that it uses. TorchScript drops calls of the others, and would
-// not drop tsmem::checkpoint.
-std::set<std::string> used_modules(const Graph& method, Scopes& scopes) {
+// The module calls of a method that make something which is used outside them. TorchScript drops the other calls, but
+// for what they write (a norm's counter of batches), and would not drop tsmem::checkpoint.
+std::unordered_set<const Scope*> used_calls(const Graph& method, Scopes& scopes) {
   View view = copy_graph(method, scopes, [](const Scope*) { return true; });
   remove_dead_code(view);
-  std::set<std::string> used;
-  for (const auto& [copy, place] : view.places)
-    if (std::any_of(copy->outputs().begin(), copy->outputs().end(),
-                    [](const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }) &&
-        copy->kind() != prim::GetAttr)
-      for (const Scope* s = place.scope; s; s = s->parent)
-        if (s->of_module) used.insert(s->path);
+  const auto scope_of = [&](const Node* n) {  // a block's return node is where the block is used
+    if (n->kind() == prim::Return) n = n->owningBlock()->owningNode();
+    const auto place = view.places.find(n);
+    return place == view.places.end() ? nullptr : place->second.scope;
+  };
+  std::unordered_set<const Scope*> used;
+  for (const auto& [copy, place] : view.places) {
+    if (copy->kind() == prim::GetAttr || copy->kind() == prim::Constant) continue;
+    for (const Value* v : copy->outputs())
+      for (const Use& use : v->uses()) {
+        std::unordered_set<const Scope*> around;
+        for (const Scope* s = scope_of(use.user); s; s = s->parent) around.insert(s);
+        for (const Scope* s = place.scope; s && !around.count(s); s = s->parent)
+          if (s->of_module) used.insert(s);
+      }
+  }
   return used;
 }
 
-// Calls of checkpointed modules become tsmem::checkpoint; returns their places: (relative path, method).
+// Checkpointed calls become tsmem::checkpoint; returns their places: (relative path, method).
 std::vector<std::pair<std::string, std::string>> checkpoint_calls(
-    Block* block, const std::string& outer, const std::function<bool(const std::string&)>& checkpointed) {
+    Block* block, const std::string& outer, const std::function<bool(const Node*)>& checkpointed) {
   std::vector<std::pair<std::string, std::string>> places;
   for (auto it = block->nodes().begin(); it != block->nodes().end();) {
     Node* n = *it++;
@@ -404,7 +414,7 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
       for (auto& place : checkpoint_calls(inner, outer, checkpointed)) places.push_back(place);
     if (n->kind() != prim::CallMethod) continue;
     const auto path = attribute_path(n->input(0));
-    if (!path || path->empty() || !checkpointed(*path)) continue;
+    if (!path || path->empty() || !checkpointed(n)) continue;
     if (auto body = callee(n))
       if (const std::string why = runs_once(*body); !why.empty())
         throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
@@ -426,7 +436,8 @@ struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
-  std::set<std::string> used;                                    // with --checkpoint: used_modules()
+  std::unordered_set<const Scope*> used;                         // with --checkpoint: used_calls()
+  std::unordered_set<const Scope*> inlined;                      // around checkpointed modules' calls that are not used
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
@@ -578,10 +589,12 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
       Result& result = results[method];
-      if (!checkpointed.empty()) result.used = used_modules(*function->graph(), scopes);
+      if (!checkpointed.empty()) result.used = used_calls(*function->graph(), scopes);
       // Nothing is matched across the border of a module that runs again as a whole.
       View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
-        return !s->of_module || !result.used.count(s->path) || !is_checkpointed(checkpointed, c, s->path);
+        if (!s->of_module || !is_checkpointed(checkpointed, c, s->path)) return true;
+        if (!result.used.count(s)) add_with_parents(s->parent, result.inlined);
+        return !result.used.count(s);
       });
       for (const auto& [place, copy] : view.copies) result.copied.insert(place);
       result.dead = remove_dead_code(view);
@@ -607,7 +620,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
           result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
       }
       const auto& all = result.matched.found;
-      const auto own = choose_matches(all, all, result.copied, scopes, matches_of).matches;
+      const auto own = choose_matches(all, all, result.copied, result.inlined, scopes, matches_of).matches;
       for (const Found& found : all) {
         const LeftOut left_out = leaves_out(found, c, *f, in_autocast.count(it->first) > 0, selected);
         if (!left_out.is)
@@ -636,17 +649,20 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       auto it = results.find({c.type.get(), f->name()});
       if (it == results.end()) continue;
       Result& result = it->second;
-      const Choice choice = choose_matches(result.allowed, result.matched.found, result.copied, scopes, matches_of);
+      const Choice choice =
+          choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes, matches_of);
       for (const Found* found : choice.matches) result.found.push_back(*found);
-      if (!choice.matches.empty() || !choice.inlined.empty())
-        result.body = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
-      if (in_autocast.count(it->first)) continue;
-      if (checkpointed.empty()) continue;
-      auto body = result.body ? result.body : function_graph(f)->copy();
-      result.checkpoints = checkpoint_calls(body->block(), c.paths.front(), [&](const std::string& path) {
-        return is_checkpointed(checkpointed, c, path) && result.used.count(path) > 0;
-      });
-      if (!result.checkpoints.empty()) result.body = body;
+      const bool changed = !choice.matches.empty() || !choice.inlined.empty();
+      if (!changed && checkpointed.empty()) continue;
+      const View body = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
+      if (!checkpointed.empty() && !in_autocast.count(it->first))
+        result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
+          const Place& place = body.places.at(call);
+          const auto scope = scopes.all.find({place.scope, place.node, -1});
+          return scope != scopes.all.end() && result.used.count(scope->second.get()) > 0 &&
+                 is_checkpointed(checkpointed, c, scope->second->path);
+        });
+      if (changed || !result.checkpoints.empty()) result.body = body.graph;
     }
   }
 

@@ -4,6 +4,9 @@
 #include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/passes/constant_propagation.h>
 #include <torch/csrc/jit/passes/dead_code_elimination.h>
+#include <torch/csrc/jit/passes/lower_tuples.h>
+#include <torch/csrc/jit/passes/peephole_dict_idioms.h>
+#include <torch/csrc/jit/passes/peephole_list_idioms.h>
 
 #include <unordered_set>
 
@@ -63,6 +66,10 @@ const Scope* Scopes::enter(const Scope* parent, Node* node, int branch, const Va
     }
   }
   return scope.get();
+}
+
+void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& scopes) {
+  for (; s; s = s->parent) scopes.insert(s);
 }
 
 std::optional<int> Scopes::branch_taken(const Scope* parent, Node* node) const {
@@ -200,32 +207,60 @@ static bool overwrites_unused(Block* block) {
   return false;
 }
 
+// Whether a list, dictionary or tuple is asked for something right where it is made.
+static bool looks_into_new_container(Block* block) {
+  static const std::set<Symbol> constructs = {prim::ListConstruct, prim::DictConstruct, prim::TupleConstruct};
+  static const std::set<Symbol> looks = {aten::len,        aten::__getitem__, aten::slice,      aten::add,
+                                         prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex, prim::TupleSlice};
+  for (Node* n : block->nodes()) {
+    for (Block* b : n->blocks())
+      if (looks_into_new_container(b)) return true;
+    if (looks.count(n->kind()) && constructs.count(n->input(0)->node()->kind())) return true;
+  }
+  return false;
+}
+
+static std::unordered_set<const Node*> all_nodes(Block* block) {
+  std::unordered_set<const Node*> nodes;
+  const std::function<void(Block*)> visit = [&](Block* b) {
+    for (Node* n : b->nodes()) {
+      nodes.insert(n);
+      for (Block* inner : n->blocks()) visit(inner);
+    }
+  };
+  visit(block);
+  return nodes;
+}
+
 std::unordered_set<const Scope*> remove_dead_code(View& view) {
+  std::unordered_set<const Scope*> dead;
+  const auto forget_dead = [&] {  // before new nodes are made, which may get the addresses of dead ones
+    const auto alive = all_nodes(view.graph->block());
+    for (const auto& [copy, place] : view.places) {
+      if (alive.count(copy)) continue;
+      const auto outputs = place.node->outputs();
+      if (std::any_of(outputs.begin(), outputs.end(), [](const Value* v) {
+            return v->type()->isSubtypeOf(*TensorType::get()) && v->node()->kind() != prim::GetAttr;
+          }))
+        dead.insert(place.scope);
+    }
+    std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
+    std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
+  };
   // As TorchScript does: its first pass does not know that norms write to their statistics.
   EliminateDeadCode(view.graph->block());
   if (overwrites_unused(view.graph->block())) {
     EliminateDeadCode(view.graph);
     EliminateDeadCode(view.graph->block());
   }
-  std::unordered_set<const Node*> alive;
-  const std::function<void(Block*)> visit = [&](Block* b) {
-    for (Node* n : b->nodes()) {
-      alive.insert(n);
-      for (Block* inner : n->blocks()) visit(inner);
-    }
-  };
-  visit(view.graph->block());
-  std::unordered_set<const Scope*> dead;
-  for (const auto& [copy, place] : view.places) {
-    if (alive.count(copy)) continue;
-    const auto outputs = place.node->outputs();
-    if (std::any_of(outputs.begin(), outputs.end(), [](const Value* v) {
-          return v->type()->isSubtypeOf(*TensorType::get()) && v->node()->kind() != prim::GetAttr;
-        }))
-      dead.insert(place.scope);
+  forget_dead();
+  if (looks_into_new_container(view.graph->block())) {
+    PeepholeOptimizeListIdioms(view.graph);
+    PeepholeOptimizeDictIdioms(view.graph);
+    LowerSimpleTuples(view.graph->block());
+    EliminateDeadCode(view.graph->block());
+    forget_dead();
   }
-  std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
-  std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
   return dead;
 }
 

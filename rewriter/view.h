@@ -32,6 +32,8 @@ struct Scope {
   c10::ClassTypePtr type;  // of the module
 };
 
+void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& scopes);
+
 struct Scopes {
   const Scope* enter(const Scope* parent, Node* node, int branch, const Value* self);
   // The branch of an If that has been entered as the one that its condition, a constant, leaves.
@@ -47,7 +49,7 @@ struct Place {
 
 struct View {
   std::shared_ptr<Graph> graph;
-  std::unordered_map<const Node*, Place> places;           // of every node of `graph`
+  std::unordered_map<const Node*, Place> places;           // of the nodes of `graph` that were copied
   std::map<std::pair<const Scope*, Node*>, Node*> copies;  // the other way round
 };
 
