@@ -84,6 +84,16 @@ def spread(o: Original) -> Dict[str, float]:
 FLOAT32_CONSTANTS = re.compile(r"[hH]ardsigmoid|[lL]eaky_?[rR]e[lL][uU]_?\(.*0\.1|[cC][eE][lL][uU]|[sS][eE][lL][uU]")
 
 
+# TorchScript's derivative of a dropout with p = 1 does not read its input, so that what made that may be unused.
+DROPS_ALL = re.compile(r"[dD]ropout\w*\((.*, )?1\.0")
+
+
+def by_itself(o: Original, line: str) -> bool:
+    """Whether TorchScript decides about this line by what it takes for unused, which depends on the call."""
+    what = line.split(": ")[1]
+    return what.startswith("state ") or what == "generator" and bool(DROPS_ALL.search(o.source))
+
+
 def resolution(o: Original) -> torch.dtype:
     if "autocast(" in o.source or o.config["autocast"]:
         return torch.bfloat16 if o.config["dtype"] != "float64" or ".float()" in o.source else torch.float64
@@ -148,7 +158,7 @@ def verdict(o: Original, records: List[Record]) -> List[str]:
                 break
         if not all(against.values()):
             continue
-        state = lambda lines: {line.split(": ")[1] for line in lines if line.split(": ")[1].startswith("state ")}
+        state = lambda lines: {line.split(": ")[1] for line in lines if by_itself(o, line)}
         never = set.intersection(*[state(lines) for lines in against.values()])
         if call == 0:
             never &= state(here(differences(o, records, eager(o))))
