@@ -23,7 +23,8 @@ bool alike(const Tensor& a, const Tensor& b) {
 Tensor add(const Tensor& self, const Tensor& other, const at::Scalar& alpha, int64_t recompute, int64_t in_place) {
   if (in_place == kFirst && !same_in_place(self, other)) return self.clone().add_(other, alpha);
   if (in_place == kSecond && !same_in_place(other, self)) return other.clone().add_(self);  // alpha is 1 there
-  const Tensor a = in_place ? self : as_scripted(self), b = in_place ? other : as_scripted(other);
+  const bool is_new = makes_new(in_place);
+  const Tensor a = is_new ? as_scripted(self) : self, b = is_new ? as_scripted(other) : other;
   const Tensor out = at::add(a, b, alpha);
   if (needs_grad(a, b) && alike(a, b))
     offer(
@@ -75,7 +76,8 @@ struct Mul : torch::autograd::Function<Mul> {
 Tensor mul(const Tensor& self, const Tensor& other, int64_t recompute, int64_t in_place) {
   if (in_place == kFirst && !same_in_place(self, other)) return self.clone().mul_(other);
   if (in_place == kSecond && !same_in_place(other, self)) return other.clone().mul_(self);
-  const Tensor a = in_place ? self : as_scripted(self), b = in_place ? other : as_scripted(other);
+  const bool is_new = makes_new(in_place);
+  const Tensor a = is_new ? as_scripted(self) : self, b = is_new ? as_scripted(other) : other;
   if (!needs_grad(a, b) || !alike(a, b)) return at::mul(a, b);
   const Tensor out = Mul::apply(a, b);
   offer(out, {a, b}, multiply_again, recompute);

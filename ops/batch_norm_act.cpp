@@ -151,12 +151,13 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
                           at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  const bool casts = in_place == kNew && scripted_autocast(input.device().type());
+  const bool casts = makes_new(in_place) && scripted_autocast(input.device().type());
   if (casts || !norm_usable(input, bn, other, act)) {
     const Tensor normed = stock_norm(input, bn, cudnn_enabled);
     if (in_place == kFirst) return stock_act(normed.add_(other), act);
     if (in_place == kSecond) return stock_act(other.clone().add_(normed), act);
-    return stock_act(as_scripted(normed) + as_scripted(other), act);
+    const Tensor a = as_scripted(normed), b = as_scripted(other);
+    return stock_act(in_place == kNewFromSecond ? b + a : a + b, act);
   }
   return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act", recompute));
 }

@@ -45,9 +45,12 @@ struct EagerAutocast {
   bool before_;
 };
 
-// Which operand of a sum or product the original writes to: its dtype and its sizes are the result's, and TorchScript's
-// autocast leaves the operands alone.
-enum InPlace : int64_t { kNew = 0, kFirst = 1, kSecond = 2 };
+// Which operand of a sum or product the original writes to: its dtype, sizes and strides are the result's, and
+// TorchScript's autocast leaves the operands alone. A new result has its strides from the operand that the original
+// names first, where both have some: in kNewFromSecond that is our second.
+enum InPlace : int64_t { kNew = 0, kFirst = 1, kSecond = 2, kNewFromSecond = 3 };
+
+inline bool makes_new(int64_t in_place) { return in_place == kNew || in_place == kNewFromSecond; }
 
 // Whether an op that writes to `target` gives what the op gives that makes a new tensor.
 bool same_in_place(const at::Tensor& target, const at::Tensor& other);

@@ -72,7 +72,7 @@ Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_siz
 struct MulAct : torch::autograd::Function<MulAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input,
                         const OptTensor& weight, const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd,
-                        const Act& act, const std::string& name) {
+                        const Act& act, const std::string& name, bool from_second) {
     ctx->set_materialize_grads(false);
     const bool want_activated = activated.requires_grad(), want_scale = scale.requires_grad();
     const auto source = [&](const OptTensor& t) { return want_scale ? value_or_undefined(t) : Tensor(); };
@@ -86,11 +86,11 @@ struct MulAct : torch::autograd::Function<MulAct> {
     ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
     ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
     ctx->saved_data["name"] = name;
-    return at::mul(activated, scale);
+    return from_second ? at::mul(scale, activated) : at::mul(activated, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(9);
+    variable_list result(10);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
@@ -116,8 +116,12 @@ struct MulAct : torch::autograd::Function<MulAct> {
 
 Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
            int64_t recompute, int64_t in_place) {
-  if (in_place == kNew && scripted_autocast(activated.device().type()))
-    return at::mul(as_scripted(activated), as_scripted(scale));
+  const bool from_second = in_place == kSecond || in_place == kNewFromSecond;
+  const auto product = [from_second](const Tensor& a, const Tensor& b) {
+    return from_second ? at::mul(b, a) : at::mul(a, b);
+  };
+  if (makes_new(in_place) && scripted_autocast(activated.device().type()))
+    return product(as_scripted(activated), as_scripted(scale));
   if (in_place == kFirst && !same_in_place(activated, scale)) return activated.clone().mul_(scale);
   if (in_place == kSecond && !same_in_place(scale, activated)) return scale.clone().mul_(activated);
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
@@ -134,10 +138,11 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
           usable &&
           (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) && (*t)->device() == activated.device()));
   }
-  if (!usable) return at::mul(activated, scale);
+  if (!usable) return product(activated, scale);
   const Tensor out =
-      MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name));
-  offer(out, {activated, scale}, multiply_again, recompute);
+      MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name), from_second);
+  offer(out, from_second ? std::vector<Tensor>{scale, activated} : std::vector<Tensor>{activated, scale},
+        multiply_again, recompute);
   return out;
 }
 

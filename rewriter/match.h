@@ -27,7 +27,7 @@ struct Found {
   const Scope* scope;               // innermost that holds all nodes
   std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
   bool draws = false;               // a dropout that TorchScript differentiates by itself (autodiff.h)
-  int64_t in_place = 0;             // of a matched sum or product: 1 or 2 where it writes to its operand (as matched)
+  int64_t in_place = 0;             // of a matched sum or product, with operands as matched: InPlace of ops/common.h
   bool overwritten = false;         // what it reads may be written to later: its output can't be made again from that
 };
 

@@ -265,6 +265,13 @@ class OverwrittenListBehindANorm(Norm):
         return F.relu(z) + y[0]
 
 
+class SumOfTwoLayouts(Norm):
+    def forward(self, x):
+        y = x.contiguous(memory_format=torch.channels_last)
+        z = F.silu(y + self.norm(self.conv(x)))
+        return z, F.silu(self.norm(self.conv(x)) + y), y * torch.sigmoid(self.norm(z.contiguous()))
+
+
 class UnusedDropoutInALoop(nn.Module):
     def forward(self, x):
         y = F.dropout(x, 0.5, self.training)
@@ -323,6 +330,7 @@ PROGRAMS = [
     UnusedNormInADictionary,
     NormBehindAList,
     OverwrittenListBehindANorm,
+    SumOfTwoLayouts,
     UnusedDropoutInALoop,
     TwoNorms,
     UsesDetached,
@@ -381,7 +389,7 @@ def models(tmp_path_factory):
 
 
 def record(model, training):
-    """What four calls give: outputs, gradients, buffers, whether outputs need a gradient, the generator's state."""
+    """What four calls give: outputs, gradients, buffers, whether outputs need a gradient, their strides, the generator's state."""
     start = {name: value.clone() for name, value in model.state_dict().items()}
     model.train(training)
     tensors, facts = [], []
@@ -391,7 +399,7 @@ def record(model, training):
         model.zero_grad()
         out = model(x * 1)
         outs = [out] if isinstance(out, torch.Tensor) else list(out)
-        facts.append([o.requires_grad for o in outs])
+        facts.append([(o.requires_grad, o.stride()) for o in outs])
         torch.autograd.backward([o for o in outs if o.requires_grad], [torch.randn_like(o) for o in outs if o.requires_grad])
         grads = [p.grad for p in [x, *model.parameters()]]
         facts.append([g is None for g in grads])

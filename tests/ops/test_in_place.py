@@ -123,3 +123,20 @@ def test_rewritten(ops, tmp_path, level):
                 assert isinstance(ours_out, str), (name, a, b, s, t)
             else:
                 assert_same(ours_out, stock_out, (name, level, a, b, s, t))
+
+
+def test_strides_are_those_of_the_operand_that_the_original_names_first(ops):
+    x, y = tensor(F32, (2, 3, 4, 5)), tensor(F32, (2, 3, 4, 5))
+    silu, norm = torch.nn.functional.silu, lambda x: torch.ops.aten.batch_norm(x, *BN)
+    for formats in [(a, b) for a in (torch.contiguous_format, torch.channels_last) for b in (torch.contiguous_format, torch.channels_last)]:
+        a, b = (t.detach().contiguous(memory_format=f).requires_grad_() for t, f in zip((x, y), formats))
+        for recompute in (0, 1):
+            for ours, stock in (
+                (lambda a, b: ops.mul_act(silu(a), b, a, "silu", [], recompute, 0), lambda a, b: silu(a) * b),
+                (lambda a, b: ops.mul_act(silu(a), b, a, "silu", [], recompute, 3), lambda a, b: b * silu(a)),
+                (lambda a, b: ops.mul_act(silu(a), b.clone(), a, "silu", [], recompute, 2), lambda a, b: b.clone().mul_(silu(a))),
+                (lambda a, b: ops.batch_norm_add_act(a, *BN, b, "silu", [], recompute, 0), lambda a, b: silu(norm(a) + b)),
+                (lambda a, b: ops.batch_norm_add_act(a, *BN, b, "silu", [], recompute, 3), lambda a, b: silu(b + norm(a))),
+            ):
+                assert ours(a, b).stride() == stock(a, b).stride(), formats
+                assert_same(outcome(ours, a, b), outcome(stock, a, b), formats)
