@@ -33,6 +33,14 @@ static std::optional<Place> within(const Scope* call, const Place& p, const Scop
   return Place{at, p.node};
 }
 
+// Whether a call's result is one of its own arguments, as nn.Identity's is.
+static bool returns_argument(const Node* call) {
+  const auto graph = callee(call);
+  return graph && graph->outputs().size() == 1 &&
+         (graph->outputs()[0]->node()->kind() == prim::Param ||
+          (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
+}
+
 Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
                       const std::set<std::pair<const Scope*, Node*>>& copied,
                       const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
@@ -94,6 +102,12 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
       ours[i] = changed = true;
       for (const Place& p : allowed[i].nodes) add_with_parents(p.scope, choice.inlined);
     }
+    // Where anything changes, calls that return their own argument are seen through, as the view does: a match may
+    // have reached a value by them.
+    const bool rewritten = !choice.inlined.empty() || std::find(ours.begin(), ours.end(), true) != ours.end();
+    for (const Scope* s : calls)
+      if (rewritten && s->branch < 0 && (!s->parent || choice.inlined.count(s->parent)) && returns_argument(s->node))
+        changed |= choice.inlined.insert(s).second;
   }
   for (size_t i = 0; i < allowed.size(); ++i)
     if (ours[i]) choice.matches.push_back(&allowed[i]);
@@ -247,14 +261,6 @@ void number_names(Graph& graph) {
 
 }  // namespace
 
-// Whether a call's result is one of its own arguments, as nn.Identity's is.
-static bool returns_argument(const Node* call) {
-  const auto graph = callee(call);
-  return graph && graph->outputs().size() == 1 &&
-         (graph->outputs()[0]->node()->kind() == prim::Param ||
-          (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
-}
-
 Offers offers_recompute(const std::string& op) {
   static const std::set<std::string> products = {"tsmem::linear", "tsmem::matmul",
                                                  "tsmem::scaled_dot_product_attention"};
@@ -300,8 +306,7 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
 View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                    const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
-  // A constant branch inside an inlined call is folded too, and a call that returns its own argument (nn.Identity) is
-  // seen through: the view did so, and a match may have reached a value by it.
+  // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
   const auto inlines = [&](const Scope* s) {
     const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
@@ -317,7 +322,7 @@ View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
     if (std::exchange(tried, true) && wanted.size() == before)
       throw std::logic_error(fmt::format("{} uses an inner value of a match", users[0]->kind().toQualString()));
     copy = copy_graph(source, scopes, inlines);
-    remove_dead_code(copy);
+    remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);

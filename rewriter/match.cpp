@@ -300,6 +300,8 @@ class Matcher {
     }
     Node* anchor = a.nodes.back();
     for (Node* n : a.nodes)
+      if (view_.unused.count(n)) return fmt::format("nothing uses the result of {}", name_of(n));
+    for (Node* n : a.nodes)
       if (n->owningBlock() != anchor->owningBlock())
         return fmt::format("{} and {} are not in the same branch or loop", name_of(n), name_of(anchor));
     for (size_t i = 0; i + 1 < a.nodes.size(); ++i)

@@ -384,7 +384,7 @@ std::string runs_once(const Graph& method) {
 // for what they write (a norm's counter of batches), and would not drop tsmem::checkpoint.
 std::unordered_set<const Scope*> used_calls(const Graph& method, Scopes& scopes) {
   View view = copy_graph(method, scopes, [](const Scope*) { return true; });
-  remove_dead_code(view);
+  remove_dead_code(view, UnusedNorms::go);
   const auto scope_of = [&](const Node* n) {  // a block's return node is where the block is used
     if (n->kind() == prim::Return) n = n->owningBlock()->owningNode();
     const auto place = view.places.find(n);
@@ -597,7 +597,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
         return !result.used.count(s);
       });
       for (const auto& [place, copy] : view.copies) result.copied.insert(place);
-      result.dead = remove_dead_code(view);
+      result.dead = remove_dead_code(view, UnusedNorms::stay);
       result.matched = find_matches(view, patterns, attributes);
       const auto differentiated = differentiated_dropouts(view);
       for (Found& found : result.matched.found)

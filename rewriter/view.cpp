@@ -186,7 +186,7 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines) {
-  View view{std::make_shared<Graph>(), {}, {}};
+  View view{std::make_shared<Graph>(), {}, {}, {}};
   Copier copier{view, scopes, inlines, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
@@ -232,7 +232,27 @@ static std::unordered_set<const Node*> all_nodes(Block* block) {
   return nodes;
 }
 
-std::unordered_set<const Scope*> remove_dead_code(View& view) {
+// Puts a use, a print, behind each norm that may update statistics.
+static void hold_norms(Block* block, std::vector<Node*>& holds) {
+  for (Node* n : std::vector<Node*>(block->nodes().begin(), block->nodes().end())) {
+    for (Block* b : n->blocks()) hold_norms(b, holds);
+    if (n->kind() != aten::batch_norm && n->kind() != aten::instance_norm) continue;
+    const auto training = toIValue(n->input(5));
+    if (n->input(3)->type()->kind() == NoneType::Kind || (training && !training->toBool())) continue;
+    holds.push_back(n->owningGraph()->create(prim::Print, {n->output()}, 0)->insertAfter(n));
+  }
+}
+
+// Adds n, where nothing uses its results but `unused` nodes, and what is so by that.
+static void add_unused(Node* n, std::unordered_set<const Node*>& unused) {
+  for (const Value* v : n->outputs())
+    for (const Use& use : v->uses())
+      if (!unused.count(use.user)) return;
+  if (!n->blocks().empty() || n->kind() == prim::Param || !unused.insert(n).second) return;
+  for (Value* v : n->inputs()) add_unused(v->node(), unused);
+}
+
+std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms) {
   std::unordered_set<const Scope*> dead;
   const auto forget_dead = [&] {  // before new nodes are made, which may get the addresses of dead ones
     const auto alive = all_nodes(view.graph->block());
@@ -247,7 +267,8 @@ std::unordered_set<const Scope*> remove_dead_code(View& view) {
     std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
     std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
   };
-  // As TorchScript does: its first pass does not know that norms write to their statistics.
+  std::vector<Node*> holds;
+  if (norms == UnusedNorms::stay) hold_norms(view.graph->block(), holds);
   EliminateDeadCode(view.graph->block());
   if (overwrites_unused(view.graph->block())) {
     EliminateDeadCode(view.graph);
@@ -260,6 +281,11 @@ std::unordered_set<const Scope*> remove_dead_code(View& view) {
     LowerSimpleTuples(view.graph->block());
     EliminateDeadCode(view.graph->block());
     forget_dead();
+  }
+  for (Node* n : holds) {
+    Node* norm = n->input()->node();
+    n->destroy();
+    add_unused(norm, view.unused);
   }
   return dead;
 }

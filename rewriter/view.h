@@ -51,14 +51,19 @@ struct View {
   std::shared_ptr<Graph> graph;
   std::unordered_map<const Node*, Place> places;           // of the nodes of `graph` that were copied
   std::map<std::pair<const Scope*, Node*>, Node*> copies;  // the other way round
+  std::unordered_set<const Node*> unused;                  // norms that stay unused, and what only these use
 };
 
 // Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines);
 
-// Takes out what TorchScript does not run, as nothing uses its result: a norm there updates no statistics (but for the
-// first call), and a dropout draws nothing. Returns the calls and branches in which tensors were made there.
-std::unordered_set<const Scope*> remove_dead_code(View& view);
+// Whether a norm goes too whose result nothing uses but which updates its running statistics. TorchScript drops some of
+// these, most of them from the second call on: who needs to know what may run lets them stay.
+enum class UnusedNorms { go, stay };
+
+// Takes out what TorchScript does not run, as nothing uses its result: a dropout there draws nothing. Returns the calls
+// and branches in which tensors were made there.
+std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms);
 
 // The graph of the method or function that a prim::CallMethod or prim::CallFunction runs; null where that isn't known
 // before run time (interfaces, hooks, built-in functions).

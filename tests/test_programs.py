@@ -280,6 +280,32 @@ class UnusedDropoutInALoop(nn.Module):
         return x
 
 
+class UnusedNormOfADropout(Norm):
+    def forward(self, x):
+        y = self.conv(x)
+        torch.batch_norm(F.dropout(y, 0.5, self.training), None, None, self.norm.running_mean, self.norm.running_var, True, 0.1, 1e-5, True)
+        return F.dropout(F.relu(y), 0.5, self.training)
+
+
+class UnusedDropoutsInACallThatReturnsItsArgument(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.same = DropsForNothing()
+
+    def forward(self, x):
+        return F.dropout(self.same(x), 0.5, self.training)
+
+
+class DropsForNothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x):
+        self.b(self.a(x))
+        return x
+
+
 class TwoNorms(nn.Module):
     """The last layer's norms are not used: TorchScript does not run them, nor would it without a checkpoint around them."""
 
@@ -332,6 +358,8 @@ PROGRAMS = [
     OverwrittenListBehindANorm,
     SumOfTwoLayouts,
     UnusedDropoutInALoop,
+    UnusedNormOfADropout,
+    UnusedDropoutsInACallThatReturnsItsArgument,
     TwoNorms,
     UsesDetached,
     BranchGivesATensorOutTwice,

@@ -134,7 +134,7 @@ def verdict(o: Original, records: List[Record]) -> List[str]:
     """What is wrong, in sentences; empty where nothing is.
 
     A call is right if it does what the original does in that call, or, where the original's calls differ among themselves, in a first call or in one that TorchScript has optimised. Of the state, each
-    tensor by itself: what TorchScript takes for unused depends on the call. In a call that nothing is optimised for, this may be eager PyTorch's too.
+    tensor by itself: what TorchScript takes for unused depends on the call. Eager PyTorch is the third judge: what it does too is right.
     """
     wrong = differences(o, records, o.records)
     if not wrong:
@@ -160,8 +160,10 @@ def verdict(o: Original, records: List[Record]) -> List[str]:
             continue
         state = lambda lines: {line.split(": ")[1] for line in lines if by_itself(o, line)}
         never = set.intersection(*[state(lines) for lines in against.values()])
-        if call == 0:
-            never &= state(here(differences(o, records, eager(o))))
+        with_eager = here(differences(o, records, eager(o))) if len(eager(o)) > call else mine
+        if not with_eager:
+            continue
+        never &= state(with_eager)
         best = min(([line for line in lines if line.split(": ")[1] not in state(lines) - never] for lines in against.values()), key=len)
         if best:
             left += mine
