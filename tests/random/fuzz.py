@@ -114,6 +114,16 @@ def surviving(items: list, f: Callable[[list], list], broken: Callable[[object, 
     return surviving(items[:half], f, broken) + surviving(items[half:], f, broken)
 
 
+def dead(seed: int, why: str, batch: int) -> Outcome:
+    """A seed whose comparison dies: the original may do so by itself."""
+    source = generate.program(seed, 0)
+    try:
+        apart(lambda: outcomes([seed], [], batch), SECONDS)
+    except RuntimeError as error:
+        return Outcome(seed, source, {}, f"the original {error}")
+    return Outcome(seed, source, {"all": [why]})
+
+
 def reduced(source: str, level: str, wrong: List[str], seed: int) -> str:
     wanted = reduce.kind(wrong)
 
@@ -161,7 +171,7 @@ def run(first: int, last: int, keep: Optional[str] = None, shrink: bool = True, 
     for batch in range(first // BATCH, (last + BATCH - 1) // BATCH):
         seeds = [s for s in range(batch * BATCH, (batch + 1) * BATCH) if first <= s < last]
         levels = only or levels_of(batch)
-        results = surviving(seeds, lambda some: outcomes(some, levels, batch), lambda seed, why: Outcome(seed, generate.program(seed, 0), {"all": [why]}))
+        results = surviving(seeds, lambda some: outcomes(some, levels, batch), lambda seed, why: dead(seed, why, batch))
         for o in sorted(results, key=lambda o: o.seed):
             done += 1
             if o.discarded:
