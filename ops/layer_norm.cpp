@@ -127,7 +127,9 @@ Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weig
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
   if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, w, b, eps, cudnn_enabled);
-  return run(x, w, b, {{}, groups, eps}, recompute);
+  // native_group_norm reads its parameters as dense ones, which aten::group_norm makes them.
+  const auto dense = [](const OptTensor& t) { return t ? OptTensor(t->contiguous()) : t; };
+  return run(x, dense(w), dense(b), {{}, groups, eps}, recompute);
 }
 
 // CUDA's autocast runs both in float32, the CPU's leaves them alone, other than TorchScript's (as_scripted).
