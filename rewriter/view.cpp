@@ -232,14 +232,18 @@ static std::unordered_set<const Node*> all_nodes(Block* block) {
   return nodes;
 }
 
-// Puts a use, a print, behind each norm that may update statistics.
-static void hold_norms(Block* block, std::vector<Node*>& holds) {
-  for (Node* n : std::vector<Node*>(block->nodes().begin(), block->nodes().end())) {
-    for (Block* b : n->blocks()) hold_norms(b, holds);
+// Gives each norm that may update statistics a block with a print, so that it counts as something that has an effect. A
+// use of its result would make what overwrites that result count too.
+static void hold_norms(Block* block, std::vector<Node*>& held) {
+  for (Node* n : block->nodes()) {
+    for (Block* b : n->blocks()) hold_norms(b, held);
     if (n->kind() != aten::batch_norm && n->kind() != aten::instance_norm) continue;
     const auto training = toIValue(n->input(5));
     if (n->input(3)->type()->kind() == NoneType::Kind || (training && !training->toBool())) continue;
-    holds.push_back(n->owningGraph()->create(prim::Print, {n->output()}, 0)->insertAfter(n));
+    WithInsertPoint inside(n->addBlock());
+    n->blocks()[0]->registerOutput(n->owningGraph()->insertConstant(0));
+    n->owningGraph()->insertNode(n->owningGraph()->create(prim::Print, 0));
+    held.push_back(n);
   }
 }
 
@@ -267,8 +271,8 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     std::erase_if(view.places, [&](const auto& entry) { return !alive.count(entry.first); });
     std::erase_if(view.copies, [&](const auto& entry) { return !alive.count(entry.second); });
   };
-  std::vector<Node*> holds;
-  if (norms == UnusedNorms::stay) hold_norms(view.graph->block(), holds);
+  std::vector<Node*> held;
+  if (norms == UnusedNorms::stay) hold_norms(view.graph->block(), held);
   EliminateDeadCode(view.graph->block());
   if (overwrites_unused(view.graph->block())) {
     EliminateDeadCode(view.graph);
@@ -282,11 +286,8 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     EliminateDeadCode(view.graph->block());
     forget_dead();
   }
-  for (Node* n : holds) {
-    Node* norm = n->input()->node();
-    n->destroy();
-    add_unused(norm, view.unused);
-  }
+  for (Node* n : held) n->eraseBlock(0);
+  for (Node* n : held) add_unused(n, view.unused);
   return dead;
 }
 

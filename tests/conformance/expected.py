@@ -6,8 +6,6 @@ A regular expression for the sentences that a comparison gives, and the reason. 
 MODULES = {
     r"^nn\.GaussianNLLLoss .* can't be scripted": "TorchScript can't compile it: its forward has a comprehension with a condition",
     r"^nn\.ConstantPad[123]d .* can't be scripted": "TorchScript can't compile it with the samples' value, an int where F.pad wants a float",
-    r"^nn\.Transformer(Encoder)? torch\.float64 train .* call 3: the generator's state differs": "dropouts with p = 0: how many numbers they draw, unused, depends on what TorchScript "
-    "differentiates itself at that call (docs/troubleshooting.md)",
 }
 
 OPERATORS = {

@@ -9,6 +9,8 @@ from expected import OPERATORS as EXPECTED
 from samples import DTYPES, OPERATORS, compare, fresh, last_line, shapes, step, tensors
 from twins import TWINS
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # the samples' own: deprecated arguments and the like
+
 INFOS = {key: info for key, info in OPERATORS.items() if key[0] in TWINS}
 MOST = {torch.float64: 12, torch.float32: 5, torch.bfloat16: 5}  # samples of an operator and a dtype
 
