@@ -19,7 +19,10 @@ inline at::MemoryFormat feature_format(int64_t dim, bool channels_last) {
   if (!channels_last) return at::MemoryFormat::Contiguous;
   return dim == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
-inline bool is_channels_last(const at::Tensor& x) { return x.suggest_memory_format() != at::MemoryFormat::Contiguous; }
+// A tensor of one channel, or of one pixel, may be both: PyTorch's norms of the CPU then give a contiguous one.
+inline bool is_channels_last(const at::Tensor& x) {
+  return x.suggest_memory_format() != at::MemoryFormat::Contiguous && (x.is_cuda() || !x.is_contiguous());
+}
 
 // Of the position in a pool's window.
 inline at::ScalarType position_type(at::IntArrayRef kernel) {
@@ -35,7 +38,8 @@ struct BatchNormArgs {
 
 // act(batch_norm(input) + other), with the mean and inverse deviation that it used (acc_type) and, with keep_mask, the
 // activation's bits (one_bit activations; else empty). Updates the running statistics in training. input: dense or not,
-// dtype f32/f64/bf16/f16; the output is dense in input.suggest_memory_format(). other: input's sizes and dtype.
+// dtype f32/f64/bf16/f16; the output is dense, channels_last where input is_channels_last(). other: input's sizes and
+// dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward(const at::Tensor& input,
                                                                         const BatchNormArgs& bn, const OptTensor& other,
                                                                         const Act& act, bool keep_mask);

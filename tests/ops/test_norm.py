@@ -1,6 +1,7 @@
 """The normalisation ops against compositions of ATen ops: values, gradients, what is kept, dtypes, layouts, errors."""
 
 import itertools
+import math
 import os
 import pathlib
 import subprocess
@@ -791,3 +792,23 @@ def test_instruction_sets_agree(ops, tmp_path):
         for i, (a, b) in enumerate(zip(results[isa], results["baseline"])):
             half = i // 16 in (1, 2)
             torch.testing.assert_close(a, b, rtol=2e-2 if half else 1e-5, atol=2e-2 if half else 1e-6)
+
+
+def test_strides_of_tensors_that_are_contiguous_and_channels_last(ops):
+    """One channel, or one pixel: PyTorch's norms give what is contiguous, ours too."""
+    silu = torch.nn.functional.silu
+    for shape in ((2, 1, 4, 4), (1, 1, 5, 1), (2, 4, 1, 1), (2, 1, 1, 6), (2, 4, 1, 6), (2, 1, 2, 3, 4), (2, 4, 1, 1, 1)):
+        channels = shape[1]
+        last = torch.empty(shape).to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d).stride()
+        explicit = tuple([channels * math.prod(shape[2:]), 1] + [channels * math.prod(shape[d + 1 :]) for d in range(2, len(shape))])
+        for strides in {torch.empty(shape).stride(), last, explicit}:
+            x = torch.empty_strided(shape, strides).normal_()
+            for training in (True, False):
+                bn = (None, None, torch.zeros(channels), torch.ones(channels), training, 0.1, 1e-5, True)
+                norm = torch.ops.aten.batch_norm(x, *bn)
+                for ours, stock in (
+                    (ops.batch_norm_act(x, *bn, "silu", []), silu(norm)),
+                    (ops.batch_norm_add_act(x, *bn, x, "silu", []), silu(norm + x)),
+                ):
+                    assert ours.stride() == stock.stride(), (shape, strides)
+                    torch.testing.assert_close(ours, stock)
