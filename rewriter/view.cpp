@@ -287,7 +287,9 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     forget_dead();
   }
   for (Node* n : held) n->eraseBlock(0);
-  for (Node* n : held) add_unused(n, view.unused);
+  // A norm that is always in training, as a traced one is, runs in any case. The others go by chance.
+  for (Node* n : held)
+    if (!toIValue(n->input(5))) add_unused(n, view.unused);
   return dead;
 }
 
