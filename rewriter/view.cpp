@@ -287,9 +287,15 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     forget_dead();
   }
   for (Node* n : held) n->eraseBlock(0);
-  // A norm that is always in training, as a traced one is, runs in any case. The others go by chance.
-  for (Node* n : held)
-    if (!toIValue(n->input(5))) add_unused(n, view.unused);
+  // In traced code, without a branch or a loop, they run in any case. In other code they go where TorchScript happens
+  // to simplify something else.
+  const bool traced = std::none_of(view.places.begin(), view.places.end(), [](const auto& entry) {
+    const Scope* s = entry.second.scope;
+    while (s && s->branch < 0) s = s->parent;
+    return s || !entry.first->blocks().empty();
+  });
+  if (!traced)
+    for (Node* n : held) add_unused(n, view.unused);
   return dead;
 }
 
