@@ -58,6 +58,13 @@ def first(o: Original) -> List[Record]:
     return records
 
 
+@once("unoptimised")
+def unoptimised(o: Original) -> List[Record]:
+    """By an original whose graph TorchScript runs as it is."""
+    with torch.jit.optimized_execution(False):
+        return step.run(o.load(), o.config, states=o.states)
+
+
 @once("eager")
 def eager(o: Original) -> List[Record]:
     return step.run(o.eager(), o.config, states=o.states)
@@ -133,7 +140,7 @@ def only_rounding(o: Original, records: List[Record], reference: List[Record], w
 def verdict(o: Original, records: List[Record]) -> List[str]:
     """What is wrong, in sentences; empty where nothing is.
 
-    A call is right if it does what the original does in that call, or, where the original's calls differ among themselves, in a first call or in one that TorchScript has optimised. Of the state, each
+    A call is right if it does what the original does in that call, or, where the original's calls differ among themselves, in a first call, or in one that TorchScript has optimised, or does not optimise. Of the state, each
     tensor by itself: what TorchScript takes for unused depends on the call. Eager PyTorch is the third judge: what it does too is right.
     """
     wrong = differences(o, records, o.records)
@@ -146,7 +153,7 @@ def verdict(o: Original, records: List[Record]) -> List[str]:
         if not mine:
             continue
         against = {}
-        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first)):
+        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first), ("unoptimised", unoptimised)):
             r = reference(o)
             if len(r) <= call:  # it has raised before
                 against[name] = mine
