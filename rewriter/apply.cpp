@@ -303,8 +303,8 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
   }
 }
 
-View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                   const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
+std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                                  const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
   const auto inlines = [&](const Scope* s) {
@@ -319,8 +319,7 @@ View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
     const size_t before = wanted.size();
     for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
     for (const Scope* s : dead) add_with_parents(s, wanted);
-    if (std::exchange(tried, true) && wanted.size() == before)
-      throw std::logic_error(fmt::format("{} uses an inner value of a match", users[0]->kind().toQualString()));
+    if (std::exchange(tried, true) && wanted.size() == before) return std::nullopt;
     copy = copy_graph(source, scopes, inlines);
     remove_dead_code(copy, UnusedNorms::stay);
   }

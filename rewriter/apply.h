@@ -39,8 +39,9 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
 // names, are inlined, the rest stays as it was. `dead`: the calls and branches in which tensors are made that are never
 // used (remove_dead_code); they are inlined, and what is unused in them left out, only where an inner value of a match
 // has such a user. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a
-// pattern). The places of what the matches put in are not in the result.
-View apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                   const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
+// pattern). Null where code that the view shows to be dead can't be told from what runs, as calls lie around it: with
+// all of them inlined it can. The places of what the matches put in are not in the result.
+std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                                  const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
 
 }  // namespace tsmem

@@ -314,12 +314,37 @@ class Matcher {
     for (size_t i = 0; i < a.nodes.size(); ++i)
       if (a.ops[i].in_place)
         if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
+    if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
     for (const std::string& name : rule.rule->intact) {
       Attempt kept = a;
       std::erase_if(kept.bound, [&](const auto& entry) { return entry.first != name; });
       if (auto reason = written_later(kept); !reason.empty()) return reason;
     }
     return disturbed(a);
+  }
+
+  // Why an op of the rewrite takes none of the bound values in some place: padding="same" where a list belongs.
+  static std::string takes_none(const CompiledRule& rule, const Attempt& a) {
+    for (const Line& line : parse_lines(rule.rule->rewrite)) {
+      std::string reason;
+      for (const auto& op : torch::jit::getAllOperatorsFor(Symbol::fromQualString(line.op))) {
+        reason.clear();
+        size_t at = 0;
+        for (const std::string& argument : line.arguments) {
+          const auto bound = a.bound.find(argument.substr(argument[0] == '%'));
+          if (argument[0] == '%' && bound != a.bound.end() && at < op->schema().arguments().size()) {
+            const auto& formal = op->schema().arguments()[at];
+            if (!bound->second->type()->isSubtypeOf(*formal.type()))
+              reason =
+                  fmt::format("{} takes no {} of type {}", line.op, formal.name(), bound->second->type()->repr_str());
+          }
+          at += argument == "ACT" ? 2 : 1;
+        }
+        if (reason.empty()) break;
+      }
+      if (!reason.empty()) return reason;
+    }
+    return "";
   }
 
   // Whether something that may run after the match writes to what it keeps: what follows, and all of a loop around it.

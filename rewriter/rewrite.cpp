@@ -338,8 +338,11 @@ int origins(const Value* v, std::unordered_set<const Value*>& seen) {
            origins(n->blocks()[1]->outputs()[v->offset()], seen);
   if (n->kind() == prim::Loop)
     return origins(n->inputs()[v->offset() + 2], seen) | origins(n->blocks()[0]->outputs()[v->offset() + 1], seen);
-  static const std::set<Symbol> passes_on = {prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex,
-                                             prim::unchecked_cast};
+  // A dropout in evaluation gives its argument itself, and type_as may, whatever their schemas say.
+  static const std::set<Symbol> passes_on = {
+      prim::ListUnpack, prim::TupleUnpack,     prim::TupleIndex,    prim::unchecked_cast,
+      aten::dropout,    aten::feature_dropout, aten::alpha_dropout, aten::feature_alpha_dropout,
+      aten::type_as};
   const FunctionSchema* schema = n->maybeSchema();
   const bool alias =
       schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
@@ -404,6 +407,52 @@ std::unordered_set<const Scope*> used_calls(const Graph& method, Scopes& scopes)
   return used;
 }
 
+// Of the module calls of a method, those with an argument that something overwrites later, and what that is: they can't
+// run again from it.
+std::map<const Scope*, std::string> overwritten_arguments(const Graph& method, Scopes& scopes) {
+  const View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+  const auto is_attribute = [](const Value* v) { return v->node()->kind() == prim::GetAttr; };
+  std::vector<std::pair<Node*, Value*>> writes;
+  std::unordered_map<const Scope*, Node*> last;  // of each call
+  std::unordered_map<const Node*, size_t> position;
+  const std::function<void(Block*)> visit = [&](Block* b) {
+    for (Node* n : b->nodes()) {
+      position.emplace(n, position.size());
+      if (const auto place = view.places.find(n); place != view.places.end())
+        for (const Scope* s = place->second.scope; s; s = s->parent) last[s] = n;
+      const FunctionSchema* schema = n->maybeSchema();
+      for (size_t k = 0; schema && schema->is_mutable() && k < schema->arguments().size() && k < n->inputs().size();
+           ++k)
+        if (const auto* alias = schema->arguments()[k].alias_info();
+            alias && alias->isWrite() && !is_attribute(n->input(k)))
+          writes.emplace_back(n, n->input(k));
+      for (Block* inner : n->blocks()) visit(inner);
+    }
+  };
+  visit(view.graph->block());
+  std::map<const Scope*, std::string> found;
+  if (writes.empty()) return found;
+  AliasDb aliases(view.graph);
+  for (const auto& [s, arguments] : view.arguments) {
+    const auto end = last.find(s);
+    if (!s->of_module || end == last.end()) continue;
+    // In a loop what stands before may run later too.
+    const Node* loop = end->second;
+    while (loop && loop->kind() != prim::Loop) loop = loop->owningBlock()->owningNode();
+    for (const auto& [n, written] : writes) {
+      bool in_loop = false;
+      for (const Node* around = n; loop && around; around = around->owningBlock()->owningNode())
+        in_loop |= around == loop;
+      if (position.at(n) <= position.at(end->second) && !in_loop) continue;
+      for (Value* argument : arguments)
+        if (argument->type()->isSubtypeOf(*TensorType::get()) && !is_attribute(argument) &&
+            aliases.mayAlias(written, argument))
+          found.emplace(s, n->kind().toQualString());
+    }
+  }
+  return found;
+}
+
 // Checkpointed calls become tsmem::checkpoint; returns their places: (relative path, method).
 std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     Block* block, const std::string& outer, const std::function<bool(const Node*)>& checkpointed) {
@@ -437,6 +486,7 @@ struct Result {
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
   std::unordered_set<const Scope*> used;                         // with --checkpoint: used_calls()
+  std::map<const Scope*, std::string> overwritten;               // with --checkpoint: overwritten_arguments()
   std::unordered_set<const Scope*> inlined;                      // around checkpointed modules' calls that are not used
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
@@ -589,7 +639,10 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       const Method method{c.type.get(), f->name()};
       if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
       Result& result = results[method];
-      if (!checkpointed.empty()) result.used = used_calls(*function->graph(), scopes);
+      if (!checkpointed.empty()) {
+        result.used = used_calls(*function->graph(), scopes);
+        result.overwritten = overwritten_arguments(*function->graph(), scopes);
+      }
       // Nothing is matched across the border of a module that runs again as a whole.
       View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
         if (!s->of_module || !is_checkpointed(checkpointed, c, s->path)) return true;
@@ -649,18 +702,35 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       auto it = results.find({c.type.get(), f->name()});
       if (it == results.end()) continue;
       Result& result = it->second;
-      const Choice choice =
-          choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes, matches_of);
-      for (const Found* found : choice.matches) result.found.push_back(*found);
+      Choice choice;
+      std::optional<View> applied;
+      for (const bool inline_all : {false, true}) {
+        if (inline_all)
+          for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
+        choice =
+            choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes, matches_of);
+        if (choice.matches.empty() && choice.inlined.empty() && checkpointed.empty()) break;
+        applied = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
+        if (applied) break;
+      }
       const bool changed = !choice.matches.empty() || !choice.inlined.empty();
       if (!changed && checkpointed.empty()) continue;
-      const View body = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
+      if (!applied) throw std::logic_error(fmt::format("an inner value of a match is used in {}", f->name()));
+      const View& body = *applied;
+      for (const Found* found : choice.matches) result.found.push_back(*found);
       if (!checkpointed.empty() && !in_autocast.count(it->first))
         result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
           const Place& place = body.places.at(call);
           const auto scope = scopes.all.find({place.scope, place.node, -1});
-          return scope != scopes.all.end() && result.used.count(scope->second.get()) > 0 &&
-                 is_checkpointed(checkpointed, c, scope->second->path);
+          if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
+              !is_checkpointed(checkpointed, c, scope->second->path))
+            return false;
+          if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
+            throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                                            "later ({}), so it can't be run again",
+                                            join_path(c.paths.front(), scope->second->path), call->s(attr::name),
+                                            written->second));
+          return true;
         });
       if (changed || !result.checkpoints.empty()) result.body = body.graph;
     }

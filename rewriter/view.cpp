@@ -148,6 +148,7 @@ struct Copier {
           Map inner;
           const size_t skip = n->kind() == prim::CallFunction ? 1 : 0;
           for (size_t i = skip; i < n->inputs().size(); ++i) inner[graph->inputs()[i - skip]] = map.at(n->input(i));
+          for (const Value* in : graph->inputs()) view.arguments[inner_scope].push_back(inner.at(in));
           copy_block(graph->block(), to, inner, inner_scope);
           finish_inlined(n, graph->block(), inner, map, inner_scope);
           return;
@@ -186,7 +187,7 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines) {
-  View view{std::make_shared<Graph>(), {}, {}, {}};
+  View view{std::make_shared<Graph>(), {}, {}, {}, {}};
   Copier copier{view, scopes, inlines, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));

@@ -49,9 +49,10 @@ struct Place {
 
 struct View {
   std::shared_ptr<Graph> graph;
-  std::unordered_map<const Node*, Place> places;           // of the nodes of `graph` that were copied
-  std::map<std::pair<const Scope*, Node*>, Node*> copies;  // the other way round
-  std::unordered_set<const Node*> unused;                  // norms that may go, and what only these use
+  std::unordered_map<const Node*, Place> places;                    // of the nodes of `graph` that were copied
+  std::map<std::pair<const Scope*, Node*>, Node*> copies;           // the other way round
+  std::unordered_map<const Scope*, std::vector<Value*>> arguments;  // of the calls inlined; valid until a node goes
+  std::unordered_set<const Node*> unused;                           // norms that may go, and what only these use
 };
 
 // Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.

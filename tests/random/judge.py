@@ -58,6 +58,19 @@ def first(o: Original) -> List[Record]:
     return records
 
 
+@once("repeated")
+def repeated(o: Original) -> List[Record]:
+    """Each call as the fourth of its kind of a fresh original."""
+    records = []
+    for call in range(len(o.records)):
+        module = o.load()
+        for _ in range(4):
+            step.restore(module, o.states[call])
+            record = step.guarded(module, o.config, call)
+        records.append(record)
+    return records
+
+
 @once("unoptimised")
 def unoptimised(o: Original) -> List[Record]:
     """By an original whose graph TorchScript runs as it is."""
@@ -153,7 +166,7 @@ def verdict(o: Original, records: List[Record]) -> List[str]:
         if not mine:
             continue
         against = {}
-        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first), ("unoptimised", unoptimised)):
+        for name, reference in (("original", lambda o: o.records), ("steady", steady), ("first", first), ("repeated", repeated), ("unoptimised", unoptimised)):
             r = reference(o)
             if len(r) <= call:  # it has raised before
                 against[name] = mine
