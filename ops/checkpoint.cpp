@@ -285,7 +285,9 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       for (size_t i = 0; i < grads.size(); ++i) {
         const auto [chosen, as_owner] = what->outputs[i];
         const Tensor again = as_owner ? owner(all[chosen]) : all[chosen];
-        if (!grads[i].defined() || !again.requires_grad()) continue;
+        // A view made without grad mode says that it requires a gradient where its base does, and passes none on.
+        const bool passes_on = again.requires_grad() && (again.grad_fn() || !again.is_view());
+        if (!grads[i].defined() || !passes_on) continue;
         TORCH_CHECK(again.numel() == grads[i].numel(), "tsmem::checkpoint: the method ", what->method, " of ",
                     what->self.type()->repr_str(),
                     " returned views of another tensor when it was run again; rewrite the model without --checkpoint "
