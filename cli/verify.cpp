@@ -111,10 +111,9 @@ Run add_verify(CLI::App& app, const Common& common) {
       ->check(whole_number(1, 10000));
   app.add_flag("--train", o->train, "In train mode alone");
   app.add_flag("--eval", o->eval, "In eval mode alone, with and without grad");
-  app.add_flag(
-      "--thorough", o->thorough,
-      "Compare every call on the inputs given, however long it takes: without it verification takes at most 20 "
-      "seconds, or ten training steps' time, and uses smaller inputs where it has to");
+  app.add_flag("--thorough", o->thorough,
+               "Compare every call on the inputs given, however long it takes: without it verification aims at 20 "
+               "seconds, or ten training steps' time, and uses smaller inputs where it has to");
   app.add_flag("--no-measure", o->no_measure, "Compare numbers alone, not memory and time");
   app.footer(
       "Example: tsmem verify model.pt model.mem.pt --input 8x3x224x224\n\nExit code 0 where the models are equal, 1 "

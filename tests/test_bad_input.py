@@ -314,6 +314,18 @@ def test_a_chain_of_twenty_thousand_operators(tmp_path, model):
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, arguments
 
 
+def test_a_chain_of_twenty_thousand_operators_that_are_used(tmp_path, model):
+    """LibTorch drops the chain above, which nothing uses; this one runs through every pass of a rewrite."""
+    chain = b"\n".join([b"x = torch.neg(x)"] + [b"    x = torch.%s(x)" % [b"relu", b"neg", b"sigmoid"][i % 3] for i in range(20_000)])
+    long = with_record(model, tmp_path / "long.pt", ".py", in_forward(chain))
+    for arguments in (["inspect", long], ["rewrite", long, "-o", tmp_path / "out.pt"], ["diff", long, long]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = run(*arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, arguments
+
+
 def test_garbage_for_places_in_the_source(tmp_path, model):
     bad = with_record(model, tmp_path / "bad.pt", ".debug_pkl", lambda d: b"garbage")
     fails(3, "rewrite", bad, "-o", tmp_path / "out.pt", says=["damaged", "debug_pkl"])
