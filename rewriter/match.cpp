@@ -395,7 +395,7 @@ class Matcher {
   void mark_overwritten() {
     std::vector<Write> writes;
     collect_writes(view_.graph->block(), writes);
-    if (writes.empty()) return;
+    if (writes.empty() && view_.overwritten_unused.empty()) return;
     for (size_t i = 0; i < accepted_.size(); ++i) {
       const Attempt& a = accepted_[i];
       bool offers = false;
@@ -409,6 +409,8 @@ class Matcher {
       for (const Write& w : writes)
         if (may_run_after(w.node, a.nodes.back()))
           for (Value* v : read) result_.found[i].overwritten |= reaches(w.tensor, v);
+      for (Value* written : view_.overwritten_unused)
+        for (Value* v : read) result_.found[i].overwritten |= reaches(written, v);
     }
   }
 

@@ -187,7 +187,7 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines) {
-  View view{std::make_shared<Graph>(), {}, {}, {}, {}};
+  View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}};
   Copier copier{view, scopes, inlines, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
@@ -206,6 +206,25 @@ static bool overwrites_unused(Block* block) {
     if (schema && schema->is_mutable() && !n->hasUses() && n->input(0)->node()->kind() != prim::GetAttr) return true;
   }
   return false;
+}
+
+// What a value is a view of, as far as schemas say so.
+static Value* viewed(Value* v) {
+  while (true) {
+    const FunctionSchema* schema = v->node()->maybeSchema();
+    if (!schema || v->node()->inputs().empty() || v->offset() >= schema->returns().size() ||
+        !schema->returns()[v->offset()].alias_info())
+      return v;
+    v = v->node()->input(0);
+  }
+}
+
+static void collect_overwritten(Block* block, std::vector<std::pair<Node*, Value*>>& found) {
+  for (Node* n : block->nodes()) {
+    for (Block* b : n->blocks()) collect_overwritten(b, found);
+    const FunctionSchema* schema = n->maybeSchema();
+    if (schema && schema->is_mutable() && !n->inputs().empty()) found.emplace_back(n, viewed(n->input(0)));
+  }
 }
 
 // Whether a list, dictionary or tuple is asked for something right where it is made.
@@ -276,8 +295,16 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
   if (norms == UnusedNorms::stay) hold_norms(view.graph->block(), held);
   EliminateDeadCode(view.graph->block());
   if (overwrites_unused(view.graph->block())) {
+    std::vector<std::pair<Node*, Value*>> overwritten;
+    collect_overwritten(view.graph->block(), overwritten);
+    std::unordered_map<const Value*, Node*> made_by;
+    for (const auto& [n, v] : overwritten) made_by[v] = v->node();
     EliminateDeadCode(view.graph);
     EliminateDeadCode(view.graph->block());
+    auto alive = all_nodes(view.graph->block());
+    alive.insert(view.graph->param_node());
+    for (const auto& [n, v] : overwritten)
+      if (!alive.count(n) && alive.count(made_by.at(v))) view.overwritten_unused.push_back(v);
   }
   forget_dead();
   if (looks_into_new_container(view.graph->block())) {

@@ -52,7 +52,9 @@ struct View {
   std::unordered_map<const Node*, Place> places;                    // of the nodes of `graph` that were copied
   std::map<std::pair<const Scope*, Node*>, Node*> copies;           // the other way round
   std::unordered_map<const Scope*, std::vector<Value*>> arguments;  // of the calls inlined; valid until a node goes
-  std::unordered_set<const Node*> unused;                           // norms that may go, and what only these use
+  // What dead code overwrites: TorchScript need not see that it is dead once other operators stand there.
+  std::vector<Value*> overwritten_unused;
+  std::unordered_set<const Node*> unused;  // norms that may go, and what only these use
 };
 
 // Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.

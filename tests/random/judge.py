@@ -104,14 +104,14 @@ def spread(o: Original) -> Dict[str, float]:
 FLOAT32_CONSTANTS = re.compile(r"[hH]ardsigmoid|[lL]eaky_?[rR]e[lL][uU]_?\(.*0\.1|[cC][eE][lL][uU]|[sS][eE][lL][uU]")
 
 
-# TorchScript's derivative of a dropout with p = 1 does not read its input, so that what made that may be unused.
-DROPS_ALL = re.compile(r"[dD]ropout\w*\((.*, )?1\.0")
+# A dropout with p = 0 or p = 1: whether TorchScript's draws, gives its input itself or reads that at all depends on the call.
+DROPS_NONE_OR_ALL = re.compile(r"[dD]ropout\w*\((.*, )?[01]\.0")
 
 
 def by_itself(o: Original, line: str) -> bool:
-    """Whether TorchScript decides about this line by what it takes for unused, which depends on the call."""
+    """Whether TorchScript decides about this line by what it takes for unused or differentiates itself, which depends on the call."""
     what = line.split(": ")[1]
-    return what.startswith("state ") or what == "generator" and bool(DROPS_ALL.search(o.source))
+    return what.startswith("state ") or bool(DROPS_NONE_OR_ALL.search(o.source)) and (what == "generator" or "shares memory with" in what)
 
 
 def resolution(o: Original) -> torch.dtype:
