@@ -208,6 +208,15 @@ static bool overwrites_unused(Block* block) {
   return false;
 }
 
+static std::unordered_set<const Value*> all_values(Block* block) {
+  std::unordered_set<const Value*> values(block->inputs().begin(), block->inputs().end());
+  for (Node* n : block->nodes()) {
+    values.insert(n->outputs().begin(), n->outputs().end());
+    for (Block* inner : n->blocks()) values.merge(all_values(inner));
+  }
+  return values;
+}
+
 // What a value is a view of, as far as schemas say so.
 static Value* viewed(Value* v) {
   while (true) {
@@ -294,17 +303,13 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
   std::vector<Node*> held;
   if (norms == UnusedNorms::stay) hold_norms(view.graph->block(), held);
   EliminateDeadCode(view.graph->block());
+  std::vector<std::pair<Node*, Value*>> overwritten;
   if (overwrites_unused(view.graph->block())) {
-    std::vector<std::pair<Node*, Value*>> overwritten;
     collect_overwritten(view.graph->block(), overwritten);
-    std::unordered_map<const Value*, Node*> made_by;
-    for (const auto& [n, v] : overwritten) made_by[v] = v->node();
     EliminateDeadCode(view.graph);
     EliminateDeadCode(view.graph->block());
-    auto alive = all_nodes(view.graph->block());
-    alive.insert(view.graph->param_node());
-    for (const auto& [n, v] : overwritten)
-      if (!alive.count(n) && alive.count(made_by.at(v))) view.overwritten_unused.push_back(v);
+    const auto alive = all_nodes(view.graph->block());
+    std::erase_if(overwritten, [&](const auto& write) { return alive.count(write.first) > 0; });
   }
   forget_dead();
   if (looks_into_new_container(view.graph->block())) {
@@ -315,6 +320,11 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     forget_dead();
   }
   for (Node* n : held) n->eraseBlock(0);
+  if (!overwritten.empty()) {
+    const auto alive = all_values(view.graph->block());
+    for (const auto& [n, v] : overwritten)
+      if (alive.count(v)) view.overwritten_unused.push_back(v);
+  }
   // In traced code, without a branch or a loop, they run in any case. In other code they go where TorchScript happens
   // to simplify something else.
   const bool traced = std::none_of(view.places.begin(), view.places.end(), [](const auto& entry) {
