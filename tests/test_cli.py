@@ -123,6 +123,23 @@ def test_checkpoint(model, tmp_path):
     fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--restore", "--checkpoint", "block1", says=["exclude each other"])
 
 
+class OverwritesAnArgumentLater(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3))
+
+    def forward(self, x):
+        y = torch.exp(x)
+        z = self.block(y)
+        y.mul_(2.0)
+        return z + y
+
+
+def test_checkpoint_of_a_call_whose_argument_is_overwritten_later(tmp_path):
+    torch.jit.script(OverwritesAnArgumentLater()).save(str(tmp_path / "model.pt"))
+    fails(2, "rewrite", tmp_path / "model.pt", "-o", tmp_path / "x.pt", "--checkpoint", "block", says=["can't wrap block", "an argument of its method forward is overwritten later (aten::mul_)"])
+
+
 def test_rewrite_json_on_stdout_is_json_alone(model):
     done = run("rewrite", model, "--dry-run", "--json", "-")
     assert done.returncode == 0 and json.loads(done.stdout)["output"] is None

@@ -306,6 +306,36 @@ class DropsForNothing(nn.Module):
         return x
 
 
+class OverwritesAnUnusedNorm(Norm):
+    """Among calls it can't be told that the write is dead; with all of them inlined it can."""
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        z = F.celu(y)
+        w = torch.tanh_(y)
+        F.threshold(w, 0.25, -1.0)
+        return self.conv(z)
+
+
+class OverwritesASourceForNothing(Norm):
+    def forward(self, x):
+        a, b = F.relu(self.conv(x)), self.conv(x) * 2
+        y = self.norm(self.conv(torch.cat([a, b], 1)[:, 2:6]))
+        for z in [y, x]:
+            F.mish(b, inplace=True)
+            y = F.relu(y) + F.dropout(z, 0.5, self.training)
+        return y
+
+
+class PaddingSame(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding="same"), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)))
+
+
 class TwoNorms(nn.Module):
     """The last layer's norms are not used: TorchScript does not run them, nor would it without a checkpoint around them."""
 
@@ -360,6 +390,9 @@ PROGRAMS = [
     UnusedDropoutInALoop,
     UnusedNormOfADropout,
     UnusedDropoutsInACallThatReturnsItsArgument,
+    OverwritesAnUnusedNorm,
+    OverwritesASourceForNothing,
+    PaddingSame,
     TwoNorms,
     UsesDetached,
     BranchGivesATensorOutTwice,
