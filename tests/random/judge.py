@@ -88,8 +88,8 @@ def spread(o: Original) -> Dict[str, float]:
     if o.spread is None:
         eps = step.EPS[resolution(o)]
         o.spread = {}
-        for factor in (1.0, 8.0, 64.0, 8.0):
-            generator = torch.Generator().manual_seed(int(factor))
+        for seed, factor in enumerate((1.0, 8.0, 64.0) * 4):
+            generator = torch.Generator().manual_seed(seed)
             states = [{**s, "tensors": [t * (1 + eps * factor * torch.randn(t.shape, generator=generator, dtype=torch.float64)).to(t.dtype) if t.is_floating_point() else t for t in s["tensors"]]} for s in o.states]
             for k, e in step.errors(o.records, step.run(o.load(), o.config, noise=eps * factor, states=states)).items():
                 o.spread[k] = max(o.spread.get(k, 0.0), e)
