@@ -9,7 +9,9 @@
 
 #include "rewriter/apply.h"
 #include "rewriter/autodiff.h"
+#include "rewriter/checkpoint.h"
 #include "rewriter/error.h"
+#include "rewriter/method_call.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -88,19 +90,6 @@ static std::vector<std::string> kept_methods(const c10::ClassTypePtr& type) {
   return names;
 }
 
-// op(self, method, (arguments), more), an operator that calls the method, as a value of the method's result type.
-static Value* insert_call(Graph& g, const char* op, Value* self, const std::string& method,
-                          at::ArrayRef<Value*> arguments, const std::vector<std::string>& more,
-                          const c10::TypePtr& type) {
-  std::vector<Value*> inputs{self, g.insertConstant(method), g.insertNode(g.createTuple(arguments))->output()};
-  for (const std::string& m : more) inputs.push_back(g.insertConstant(m));
-  Node* call = g.insertNode(g.create(Symbol::fromQualString(op), inputs, 1));
-  call->output()->setType(AnyType::get());
-  Value* cast = g.insertNode(g.create(prim::unchecked_cast, {call->output()}, 1))->output();
-  cast->setType(type);
-  return cast;
-}
-
 // Throws Error(kUsage) where a method can't be put under autocast.
 static void check_autocast(const Module& module, const std::string& method) {
   GraphFunction* function = graph_function(module.type()->findMethod(method));
@@ -125,8 +114,8 @@ void write_autocast(Module& module, const std::string& method, const std::string
   auto body = std::make_shared<Graph>();
   for (Value* in : function->graph()->inputs()) body->addInput()->copyMetadata(in);
   WithInsertPoint here(body->block());
-  body->registerOutput(insert_call(*body, "tsmem::autocast", body->inputs()[0], kAmp + method, body->inputs().slice(1),
-                                   {dtype}, function->graph()->outputs()[0]->type()));
+  body->registerOutput(insert_method_call(*body, "tsmem::autocast", body->inputs()[0], kAmp + method,
+                                          body->inputs().slice(1), {dtype}, function->graph()->outputs()[0]->type()));
   install(type, method, body);
 }
 
@@ -282,202 +271,6 @@ at::Tensor attribute(Module m, const std::string& path) {
     m = m.attr(name).toModule();
     from = dot + 1;
   }
-}
-
-// The modules that --checkpoint names, without those inside others.
-std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes,
-                                         const std::vector<std::string>& globs) {
-  std::set<std::string> found;
-  for (const std::string& glob : globs) {
-    bool any = false;
-    for (const ModuleClass& c : classes)
-      for (const std::string& path : c.paths)
-        if (!path.empty() && glob_match(glob, path)) {
-          found.insert(path);
-          any = true;
-        }
-    if (!any) throw Error(kUsage, fmt::format("no module matches --checkpoint '{}'; 'tsmem inspect' lists them", glob));
-  }
-  std::set<std::string> outermost;
-  for (const std::string& path : found) {
-    bool inside = false;
-    for (size_t dot = path.rfind('.'); dot != std::string::npos && dot > 0; dot = path.rfind('.', dot - 1))
-      inside |= found.count(path.substr(0, dot)) > 0;
-    if (!inside) outermost.insert(path);
-  }
-  return outermost;
-}
-
-// Whether the module at `inner` is checkpointed in every instance of a class. A class has one body for all of them.
-bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClass& c, const std::string& inner) {
-  std::string in, out;
-  for (const std::string& path : c.paths)
-    (checkpointed.count(join_path(path, inner)) ? in : out) = join_path(path, inner);
-  if (!in.empty() && !out.empty())
-    throw Error(kUsage, fmt::format("--checkpoint names {} but not {}, which is called by the same code: name both or "
-                                    "neither",
-                                    in, out));
-  return !in.empty();
-}
-
-// Where a value's memory may come from; several of these.
-enum Origin { own = 0, argument = 1, container = 2 };  // container: an attribute that is a list or dictionary
-
-int origins(const Value* v, std::unordered_set<const Value*>& seen) {
-  if (!seen.insert(v).second) return own;
-  const Node* n = v->node();
-  if (n->kind() == prim::Param) {
-    const Node* around = n->owningBlock()->owningNode();
-    if (!around) return v->offset() > 0 ? argument : own;
-    if (around->kind() != prim::Loop || v->offset() == 0) return own;
-    return origins(around->inputs()[v->offset() + 1], seen) | origins(n->owningBlock()->outputs()[v->offset()], seen);
-  }
-  if (n->kind() == prim::GetAttr) return v->type()->isSubtypeOf(*TensorType::get()) ? own : container;
-  if (n->kind() == prim::If)
-    return origins(n->blocks()[0]->outputs()[v->offset()], seen) |
-           origins(n->blocks()[1]->outputs()[v->offset()], seen);
-  if (n->kind() == prim::Loop)
-    return origins(n->inputs()[v->offset() + 2], seen) | origins(n->blocks()[0]->outputs()[v->offset() + 1], seen);
-  // A dropout in evaluation gives its argument itself, and type_as may, whatever their schemas say.
-  static const std::set<Symbol> passes_on = {
-      prim::ListUnpack, prim::TupleUnpack,     prim::TupleIndex,    prim::unchecked_cast,
-      aten::dropout,    aten::feature_dropout, aten::alpha_dropout, aten::feature_alpha_dropout,
-      aten::type_as};
-  const FunctionSchema* schema = n->maybeSchema();
-  const bool alias =
-      schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
-  if (n->inputs().empty() || (!alias && !passes_on.count(n->kind()))) return own;
-  const Node* from = n->input(0)->node();
-  static const std::set<Symbol> constructs = {prim::ListConstruct, prim::TupleConstruct, prim::DictConstruct};
-  if (!constructs.count(from->kind())) return origins(n->input(0), seen);
-  int all = own;
-  if (v->type()->isSubtypeOf(*TensorType::get()))  // one of its elements
-    for (const Value* element : from->inputs()) all |= origins(element, seen);
-  return all;
-}
-
-// Why a method can't be run again; empty where it can. tsmem::checkpoint checks at run time what can't be seen here.
-std::string runs_once(const Graph& method) {
-  Scopes scopes;
-  const View view = copy_graph(method, scopes, [](const Scope*) { return true; });
-  std::function<std::string(Block*)> why = [&](Block* b) -> std::string {
-    for (Node* n : b->nodes()) {
-      const bool of_local = n->kind() == prim::SetAttr && n->input(0)->node()->kind() == prim::CreateObject;
-      if (n->kind() == prim::SetAttr && !of_local) return "sets attributes";
-      const FunctionSchema* schema = n->maybeSchema();
-      if (schema && schema->is_mutable())
-        for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
-          const auto* alias = schema->arguments()[k].alias_info();
-          if (!alias || !alias->isWrite()) continue;
-          std::unordered_set<const Value*> seen;
-          const int from = origins(n->input(k), seen);
-          if (from & argument) return fmt::format("overwrites its argument ({})", n->kind().toQualString());
-          if (from & container)
-            return fmt::format("changes a list or dictionary of the model ({})", n->kind().toQualString());
-        }
-      for (Block* inner : n->blocks())
-        if (auto reason = why(inner); !reason.empty()) return reason;
-    }
-    return "";
-  };
-  return why(view.graph->block());
-}
-
-// The module calls of a method that make something which is used outside them. TorchScript drops the other calls, but
-// for what they write (a norm's counter of batches), and would not drop tsmem::checkpoint.
-std::unordered_set<const Scope*> used_calls(const Graph& method, Scopes& scopes) {
-  View view = copy_graph(method, scopes, [](const Scope*) { return true; });
-  remove_dead_code(view, UnusedNorms::go);
-  const auto scope_of = [&](const Node* n) {  // a block's return node is where the block is used
-    if (n->kind() == prim::Return) n = n->owningBlock()->owningNode();
-    const auto place = view.places.find(n);
-    return place == view.places.end() ? nullptr : place->second.scope;
-  };
-  std::unordered_set<const Scope*> used;
-  for (const auto& [copy, place] : view.places) {
-    if (copy->kind() == prim::GetAttr || copy->kind() == prim::Constant) continue;
-    for (const Value* v : copy->outputs())
-      for (const Use& use : v->uses()) {
-        std::unordered_set<const Scope*> around;
-        for (const Scope* s = scope_of(use.user); s; s = s->parent) around.insert(s);
-        for (const Scope* s = place.scope; s && !around.count(s); s = s->parent)
-          if (s->of_module) used.insert(s);
-      }
-  }
-  return used;
-}
-
-// Of the module calls of a method, those with an argument that something overwrites later, and what that is: they can't
-// run again from it.
-std::map<const Scope*, std::string> overwritten_arguments(const Graph& method, Scopes& scopes) {
-  const View view = copy_graph(method, scopes, [](const Scope*) { return true; });
-  const auto is_attribute = [](const Value* v) { return v->node()->kind() == prim::GetAttr; };
-  std::vector<std::pair<Node*, Value*>> writes;
-  std::unordered_map<const Scope*, Node*> last;  // of each call
-  std::unordered_map<const Node*, size_t> position;
-  const std::function<void(Block*)> visit = [&](Block* b) {
-    for (Node* n : b->nodes()) {
-      position.emplace(n, position.size());
-      if (const auto place = view.places.find(n); place != view.places.end())
-        for (const Scope* s = place->second.scope; s; s = s->parent) last[s] = n;
-      const FunctionSchema* schema = n->maybeSchema();
-      for (size_t k = 0; schema && schema->is_mutable() && k < schema->arguments().size() && k < n->inputs().size();
-           ++k)
-        if (const auto* alias = schema->arguments()[k].alias_info();
-            alias && alias->isWrite() && !is_attribute(n->input(k)))
-          writes.emplace_back(n, n->input(k));
-      for (Block* inner : n->blocks()) visit(inner);
-    }
-  };
-  visit(view.graph->block());
-  std::map<const Scope*, std::string> found;
-  if (writes.empty()) return found;
-  AliasDb aliases(view.graph);
-  for (const auto& [s, arguments] : view.arguments) {
-    const auto end = last.find(s);
-    if (!s->of_module || end == last.end()) continue;
-    // In a loop what stands before may run later too.
-    const Node* loop = end->second;
-    while (loop && loop->kind() != prim::Loop) loop = loop->owningBlock()->owningNode();
-    for (const auto& [n, written] : writes) {
-      bool in_loop = false;
-      for (const Node* around = n; loop && around; around = around->owningBlock()->owningNode())
-        in_loop |= around == loop;
-      if (position.at(n) <= position.at(end->second) && !in_loop) continue;
-      for (Value* argument : arguments)
-        if (argument->type()->isSubtypeOf(*TensorType::get()) && !is_attribute(argument) &&
-            aliases.mayAlias(written, argument))
-          found.emplace(s, n->kind().toQualString());
-    }
-  }
-  return found;
-}
-
-// Checkpointed calls become tsmem::checkpoint; returns their places: (relative path, method).
-std::vector<std::pair<std::string, std::string>> checkpoint_calls(
-    Block* block, const std::string& outer, const std::function<bool(const Node*)>& checkpointed) {
-  std::vector<std::pair<std::string, std::string>> places;
-  for (auto it = block->nodes().begin(); it != block->nodes().end();) {
-    Node* n = *it++;
-    for (Block* inner : n->blocks())
-      for (auto& place : checkpoint_calls(inner, outer, checkpointed)) places.push_back(place);
-    if (n->kind() != prim::CallMethod) continue;
-    const auto path = attribute_path(n->input(0));
-    if (!path || path->empty() || !checkpointed(n)) continue;
-    if (auto body = callee(n))
-      if (const std::string why = runs_once(*body); !why.empty())
-        throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
-                                        join_path(outer, *path), n->s(attr::name), why));
-    WithInsertPoint here(n);
-    Value* cast = insert_call(*n->owningGraph(), "tsmem::checkpoint", n->input(0), n->s(attr::name),
-                              n->inputs().slice(1), {}, n->output()->type());
-    cast->node()->input()->node()->setSourceRange(n->sourceRange());
-    if (n->output()->hasDebugName()) cast->setDebugName(n->output()->debugNameBase());
-    n->output()->replaceAllUsesWith(cast);
-    places.emplace_back(*path, n->s(attr::name));
-    n->destroy();
-  }
-  return places;
 }
 
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
