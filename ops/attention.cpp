@@ -238,6 +238,15 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
   return out;
 }
 
+Tensor drawing_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask, double dropout_p,
+                         bool is_causal, std::optional<double> scale, bool enable_gqa, int64_t recompute,
+                         const c10::List<int64_t>&) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::scaled_dot_product_attention", "")
+                             .typed<decltype(attention)>();
+  return op.call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, recompute);
+}
+
 template <c10::DeviceType device>
 struct Autocast {
   const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
@@ -267,6 +276,11 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
       "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int recompute=0) -> Tensor",
       TORCH_FN(attention));
+  // `draw`: as dropout's, for what it draws where dropout_p is not 0.
+  m.def(
+      "scaled_dot_product_attention.draw(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale, bool enable_gqa, int recompute, int[](a!) draw) -> Tensor",
+      TORCH_FN(drawing_attention));
   m.def("matmul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(matmul));
   m.def("softmax(Tensor self, int dim, ScalarType? dtype=None, int recompute=0) -> Tensor", TORCH_FN(softmax));
 }

@@ -226,7 +226,7 @@ Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   return out;
 }
 
-Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute) {
+Tensor run_dropout_effect(const Tensor& input, double p, bool train, bool draws, int64_t recompute) {
   if (draws && train && (p == 0 || p == 1) && needs_grad(input) && input.numel() > 0) {
     if (!input.is_cuda())
       at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
@@ -236,19 +236,40 @@ Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_
   return run<Kind::plain>(input, p, train, recompute);
 }
 
+Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute,
+                   const c10::List<int64_t>&) {
+  return run_dropout_effect(input, p, train, draws, recompute);
+}
+
+template <Kind kind>
+Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute, const c10::List<int64_t>&) {
+  return run<kind>(input, p, train, recompute);
+}
+
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   m.def("_graph_offset(Tensor x) -> int");  // graph_offset(), on CUDA
-  // Conservative: two calls with the same arguments are two draws, which TorchScript's CSE must not merge.
-  const auto random = c10::AliasAnalysisKind::CONSERVATIVE;
-  m.def(
-      torch::schema("dropout(Tensor input, float p, bool train, bool draws=False, int recompute=0) -> Tensor", random),
-      TORCH_FN(run_dropout));
-  m.def(torch::schema("feature_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
+  // `draw` is a new, empty list in each call, which is said to be written to: so TorchScript's CSE does not merge two
+  // draws, and a draw that nothing uses goes as aten's would.
+  m.def("dropout(Tensor input, float p, bool train, bool draws, int recompute, int[](a!) draw) -> Tensor",
+        TORCH_FN(run_dropout));
+  m.def("feature_dropout(Tensor input, float p, bool train, int recompute, int[](a!) draw) -> Tensor",
+        TORCH_FN(run_drawing<Kind::feature>));
+  m.def("alpha_dropout(Tensor input, float p, bool train, int recompute, int[](a!) draw) -> Tensor",
+        TORCH_FN(run_drawing<Kind::alpha>));
+  m.def("feature_alpha_dropout(Tensor input, float p, bool train, int recompute, int[](a!) draw) -> Tensor",
+        TORCH_FN(run_drawing<Kind::feature_alpha>));
+  // Without that list, as version 0.1 wrote them and eager code calls them, they count as having an effect.
+  const auto effect = c10::AliasAnalysisKind::CONSERVATIVE;
+  m.def(torch::schema("dropout.effect(Tensor input, float p, bool train, bool draws=False, int recompute=0) -> Tensor",
+                      effect),
+        TORCH_FN(run_dropout_effect));
+  m.def(torch::schema("feature_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor", effect),
         TORCH_FN(run<Kind::feature>));
-  m.def(torch::schema("alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
+  m.def(torch::schema("alpha_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor", effect),
         TORCH_FN(run<Kind::alpha>));
-  m.def(torch::schema("feature_alpha_dropout(Tensor input, float p, bool train, int recompute=0) -> Tensor", random),
+  m.def(torch::schema("feature_alpha_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor",
+                      effect),
         TORCH_FN(run<Kind::feature_alpha>));
 }
 

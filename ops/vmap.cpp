@@ -27,6 +27,7 @@ TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
                            "adaptive_max_pool3d",
                            "add",
                            "alpha_dropout",
+                           "alpha_dropout.effect",
                            "avg_pool1d",
                            "avg_pool2d",
                            "avg_pool3d",
@@ -50,8 +51,11 @@ TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",
                            "dropout",
+                           "dropout.effect",
                            "feature_alpha_dropout",
+                           "feature_alpha_dropout.effect",
                            "feature_dropout",
+                           "feature_dropout.effect",
                            "group_norm",
                            "instance_norm_act",
                            "layer_norm",
@@ -73,6 +77,7 @@ TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
 
                            "roll",
                            "scaled_dot_product_attention",
+                           "scaled_dot_product_attention.draw",
                            "softmax"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_body>());
 }

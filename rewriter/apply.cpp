@@ -175,6 +175,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   }
   if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op, f));
   if (takes(line.op, "in_place")) arguments.push_back(g.insertConstant(f.in_place));
+  if (takes(line.op, "draw")) arguments.push_back(g.insertNode(g.createList(IntType::get(), {}))->output());
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())

@@ -198,7 +198,7 @@ void dropped(const Model& m, const Tensor& x, int rounds) {
 // Draws of several threads interleave, but what each one's backward draws again is what its forward drew.
 void dropout(int rounds) {
   const auto op = c10::Dispatcher::singleton()
-                      .findSchemaOrThrow("tsmem::dropout", "")
+                      .findSchemaOrThrow("tsmem::dropout", "effect")
                       .typed<Tensor(const Tensor&, double, bool, bool, int64_t)>();
   at_once(kThreads, [&](int) {
     for (int r = 0; r < 4 * rounds; ++r) {
