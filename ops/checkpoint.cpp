@@ -3,8 +3,8 @@
 // tsmem::checkpoint(self, method, arguments) is self.method(*arguments). Without gradients it is just that. With them,
 // forward keeps the tensors among the arguments alone; backward runs the method again, with the generator's state and
 // the autocast state of forward, and differentiates that. Buffers (running statistics, counters) change once, in
-// forward: backward puts them back. Parameters are inputs of the autograd node, so that their gradients flow and
-// accumulate as usual.
+// forward: backward runs a copy of the module whose buffers are as forward found them. Parameters are inputs of the
+// autograd node, so that their gradients flow and accumulate as usual.
 //
 // Forward runs in grad mode too and drops the graph that this makes: it tells which results need a gradient, and it is
 // then the same code as backward's. The most memory that a step needs is not more by it, as backward needs as much.
@@ -83,22 +83,68 @@ struct NoAutocastCache {
   ~NoAutocastCache() { at::autocast::set_autocast_cache_enabled(before); }
 };
 
-// Puts state and buffers back, also when an exception passes.
+// Puts the state back, also when an exception passes.
 struct Restore {
-  State before;
-  std::vector<std::pair<Tensor, Tensor>> buffers;  // a buffer and its copy
-  Restore(const std::vector<Tensor>& tensors, const std::vector<Tensor>& all_buffers) : before(State::now(tensors)) {
-    at::NoGradGuard no_grad;
-    for (const Tensor& b : all_buffers) buffers.emplace_back(b, b.detach().clone());
-  }
-  ~Restore() {
-    before.set();
-    at::NoGradGuard no_grad;
-    // Below the counter of versions: for everybody else nothing has changed.
-    at::AutoDispatchBelowADInplaceOrView below;
-    for (auto& [buffer, copy] : buffers) buffer.copy_(copy);
-  }
+  const State before;
+  explicit Restore(const std::vector<Tensor>& tensors) : before(State::now(tensors)) {}
+  ~Restore() { before.set(); }
 };
+
+// A buffer as the call found it. The copy is undefined for a large one, which may not change until backward.
+struct Buffer {
+  Tensor itself, copy;
+  uint32_t version;
+};
+
+constexpr int64_t kLargeBuffer = 1 << 20;  // bytes
+
+void collect_buffers(const c10::ivalue::Object& module, std::unordered_set<const void*>& seen,
+                     std::vector<Tensor>& buffers) {
+  for (size_t i = 0; i < module.type()->numAttributes(); ++i) {
+    const IValue& value = module.getSlot(i);
+    if (value.isModule() && seen.insert(&value.toObjectRef()).second)
+      collect_buffers(value.toObjectRef(), seen, buffers);
+    if (!value.isTensor() || module.type()->is_parameter(i)) continue;
+    const Tensor& t = value.toTensor();
+    if (t.defined() && seen.insert(t.unsafeGetTensorImpl()).second) buffers.push_back(t);
+  }
+}
+
+std::vector<Tensor> buffers_of(const IValue& self) {
+  std::vector<Tensor> buffers;
+  std::unordered_set<const void*> seen;
+  collect_buffers(*self.toObject(), seen, buffers);
+  return buffers;
+}
+
+uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
+
+std::vector<Buffer> buffers_now(const IValue& self) {
+  std::vector<Buffer> buffers;
+  for (const Tensor& b : buffers_of(self)) {
+    const bool keep_copy = b.numel() * b.itemsize() <= kLargeBuffer && !b.requires_grad();
+    buffers.push_back({b, keep_copy ? b.detach().clone() : Tensor(), version_of(b)});
+  }
+  return buffers;
+}
+
+using Replaced = std::unordered_map<const void*, IValue>;
+
+// A module that shares all with another, but for what `replaced` gives for its tensors and modules.
+IValue copy_module(const IValue& module, Replaced& replaced) {
+  if (const auto made = replaced.find(&module.toObjectRef()); made != replaced.end()) return made->second;
+  const auto copy = module.toObject()->copy();
+  const IValue result(copy);
+  replaced.emplace(&module.toObjectRef(), result);
+  for (size_t i = 0; i < copy->type()->numAttributes(); ++i) {
+    const IValue value = copy->getSlot(i);
+    if (value.isModule()) copy->setSlot(i, copy_module(value, replaced));
+    if (!value.isTensor()) continue;
+    if (const auto other = replaced.find(value.toTensor().unsafeGetTensorImpl()); other != replaced.end())
+      copy->setSlot(i, other->second);
+  }
+  return result;
+}
 
 // What a tensor among the results is: a buffer of the model, an input of the node (an argument or a parameter), an
 // output of the node, or a view of one of these two.
@@ -122,16 +168,23 @@ struct Call : torch::CustomClassHolder {
   IValue self, arguments;  // arguments: without their tensors
   std::string method;
   State state;
-  size_t tensors = 0;
+  std::vector<Buffer> buffers;
+  size_t tensors = 0;               // among the arguments
+  std::vector<bool> requires_grad;  // of these
   std::vector<Result> results;
   std::vector<Output> outputs;
 };
 
-std::vector<Tensor> buffers_of(const IValue& self) {
-  std::vector<Tensor> buffers;
-  for (const Tensor& b : torch::jit::Module(self.toObject()).buffers())
-    if (b.defined()) buffers.push_back(b);
-  return buffers;
+// The module as the call found it: what it overwrites is its own.
+IValue module_then(const Call& call) {
+  Replaced replaced;
+  for (const Buffer& b : call.buffers) {
+    TORCH_CHECK(b.copy.defined() || version_of(b.itself) == b.version, "tsmem::checkpoint: a buffer of shape ",
+                b.itself.sizes(), " of ", call.self.type()->repr_str(), " has changed since its method ", call.method,
+                " ran, which can't be run again; rewrite the model without --checkpoint for this module");
+    if (b.copy.defined()) replaced.emplace(b.itself.unsafeGetTensorImpl(), b.copy.clone());
+  }
+  return copy_module(call.self, replaced);
 }
 
 // The tensor that owns t's memory: what it is a view of, or itself.
@@ -220,35 +273,58 @@ IValue skeleton(const IValue& arguments, size_t count) {
   return replace(arguments, next);
 }
 
+// Which of the inputs the results depend on.
+std::vector<bool> needed(const std::vector<Tensor>& results, const std::vector<Tensor>& inputs) {
+  using torch::autograd::Edge;
+  std::vector<Edge> edges;
+  for (const Tensor& t : inputs) edges.push_back(t.requires_grad() ? torch::autograd::impl::gradient_edge(t) : Edge());
+  std::vector<bool> found(inputs.size());
+  std::unordered_set<const torch::autograd::Node*> seen;
+  std::vector<Edge> open;
+  for (const Tensor& t : results)
+    if (t.requires_grad()) open.push_back(torch::autograd::impl::gradient_edge(t));
+  while (!open.empty()) {
+    const Edge edge = open.back();
+    open.pop_back();
+    bool is_input = false;
+    for (size_t i = 0; i < edges.size(); ++i)
+      if (edges[i].is_valid() && edges[i] == edge) is_input = found[i] = true;
+    if (is_input || !edge.is_valid() || !seen.insert(edge.function.get()).second) continue;
+    for (const Edge& next : edge.function->next_edges()) open.push_back(next);
+  }
+  return found;
+}
+
+// Runs the method in grad mode; the tensors that it returns hold the graph that this makes.
+IValue run_forward(const Call& what, const IValue& arguments, const std::vector<Tensor>& inputs) {
+  std::vector<uint32_t> versions;
+  for (size_t i = 0; i < what.tensors; ++i) versions.push_back(version_of(inputs[i]));
+  const auto graph_draws = [&] {
+    std::vector<int64_t> offsets;
+    for (const Tensor& t : inputs) offsets.push_back(graph_offset(t));
+    return offsets;
+  };
+  const auto before = graph_draws();
+  const NoAutocastCache fresh;
+  const IValue result = call(what.self, what.method, arguments);
+  TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what.method, " of ",
+              what.self.type()->repr_str(),
+              " draws random numbers, which can't be drawn again inside a CUDA graph; rewrite the model without "
+              "--checkpoint for this module");
+  for (size_t i = 0; i < what.tensors; ++i)
+    TORCH_CHECK(version_of(inputs[i]) == versions[i], "tsmem::checkpoint: the method ", what.method, " of ",
+                what.self.type()->repr_str(),
+                " overwrites one of its arguments, so that it can't be run again; rewrite the model without "
+                "--checkpoint for this module");
+  return result;
+}
+
+// `inputs`: without a gradient where the results don't depend on them, so that what made them is left out of backward.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Call> what,
-                               const IValue& arguments, IValue* result) {
+                               const std::pair<variable_list, variable_list>* results) {
     ctx->set_materialize_grads(false);
-    std::vector<uint32_t> versions;
-    for (size_t i = 0; i < what->tensors; ++i) versions.push_back(inputs[i].is_inference() ? 0 : inputs[i]._version());
-    const auto graph_draws = [&] {
-      std::vector<int64_t> offsets;
-      for (const Tensor& t : inputs) offsets.push_back(graph_offset(t));
-      return offsets;
-    };
-    const auto before = graph_draws();
-    {
-      const NoAutocastCache fresh;
-      const at::AutoGradMode grad_mode(true);
-      *result = call(what->self, what->method, arguments);
-    }
-    TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what->method, " of ",
-                what->self.type()->repr_str(),
-                " draws random numbers, which can't be drawn again inside a CUDA graph; rewrite the model without "
-                "--checkpoint for this module");
-    for (size_t i = 0; i < what->tensors; ++i)
-      TORCH_CHECK(inputs[i].is_inference() || inputs[i]._version() == versions[i], "tsmem::checkpoint: the method ",
-                  what->method, " of ", what->self.type()->repr_str(),
-                  " overwrites one of its arguments, so that it can't be run again; rewrite the model without "
-                  "--checkpoint for this module");
-    std::vector<Tensor> returned;
-    collect(*result, returned);
-    const auto [outputs, fixed] = sort_results(*what, returned, inputs);
+    const auto& [outputs, fixed] = *results;
     ctx->mark_non_differentiable(fixed);
     ctx->save_for_backward(inputs.vec());
     ctx->saved_data["call"] = IValue::make_capsule(what);
@@ -258,14 +334,14 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto what = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const auto saved = ctx->get_saved_variables();
-    variable_list result(saved.size() + 3);
+    variable_list result(saved.size() + 2);
     const bool create_graph = at::GradMode::is_enabled();
     variable_list inputs, wanted;
     std::vector<size_t> positions;
     for (size_t i = 0; i < saved.size(); ++i) {
       // Under create_graph the arguments stay in the graph, so that second derivatives reach them.
-      const bool own = i < what->tensors && !create_graph;
-      inputs.push_back(own ? saved[i].detach().set_requires_grad(saved[i].requires_grad()) : saved[i]);
+      const bool own = i < what->tensors && (!create_graph || what->requires_grad[i] != saved[i].requires_grad());
+      inputs.push_back(own ? saved[i].detach().set_requires_grad(what->requires_grad[i]) : saved[i]);
       if (saved[i].requires_grad() && ctx->needs_input_grad(i)) {
         wanted.push_back(inputs.back());
         positions.push_back(i);
@@ -273,13 +349,13 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     }
     variable_list outputs, cotangents;
     {
-      const Restore restore(saved, buffers_of(what->self));
+      const Restore restore(saved);
       what->state.set();
       const NoAutocastCache fresh;
       at::AutoGradMode grad_mode(true);
       const Tensor* next = inputs.data();
       variable_list all;
-      collect(call(what->self, what->method, replace(what->arguments, next)), all);
+      collect(call(module_then(*what), what->method, replace(what->arguments, next)), all);
       TORCH_CHECK(all.size() == what->results.size(), "tsmem::checkpoint: the method ", what->method, " returned ",
                   all.size(), " tensors when it was run again, and ", what->results.size(), " before");
       for (size_t i = 0; i < grads.size(); ++i) {
@@ -322,8 +398,15 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
   what->method = method;
   what->arguments = skeleton(arguments, what->tensors);
   what->state = State::now(inputs);
-  IValue result;
-  const variable_list outputs = Checkpoint::apply(at::TensorList(inputs), what, arguments, &result);
+  what->buffers = buffers_now(self);
+  for (size_t i = 0; i < what->tensors; ++i) what->requires_grad.push_back(inputs[i].requires_grad());
+  const IValue result = run_forward(*what, arguments, inputs);
+  std::vector<Tensor> returned, connected;
+  collect(result, returned);
+  const std::vector<bool> needs = needed(returned, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) connected.push_back(needs[i] ? inputs[i] : inputs[i].detach());
+  const auto sorted = sort_results(*what, returned, inputs);
+  const variable_list outputs = Checkpoint::apply(at::TensorList(connected), what, &sorted);
   std::vector<Tensor> results;
   for (const Result& r : what->results) results.push_back(make_result(r, inputs, outputs));
   for (Result& r : what->results) r.itself.reset();

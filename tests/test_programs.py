@@ -380,7 +380,73 @@ class UsesDetached(nn.Module):
         return self.detached(self.conv(x))
 
 
+class UnusedDropoutsThatAreOverwritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.conv = nn.AlphaDropout(0.3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y, _ = self.twice(x)
+        self.twice(y)
+        return self.conv(x)
+
+    def twice(self, x):
+        y = self.conv(self.drop(x))
+        z = y * 2
+        z.tanh_()
+        return y, z[:]
+
+
+class TwoDrawsOfOneTensor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return F.dropout(x, 0.5, self.training) - F.dropout(x, 0.5, self.training)
+
+
+class TwoDrawsOfOneAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return F.scaled_dot_product_attention(x, x, x, None, 0.5) - F.scaled_dot_product_attention(x, x, x, None, 0.5)
+
+
+class Counts(nn.Module):
+    """Reads a buffer that it has overwritten, by a product, which keeps it, and by a sum, which does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.register_buffer("calls", torch.zeros(4, 1, 1))
+
+    def forward(self, x, unused):
+        self.calls.add_(1.0)
+        y = self.conv(x + self.calls)
+        return y * y * (self.calls + 1) * self.calls.clone(), x
+
+
+class UsesCounts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.norm, self.linear = Counts(), nn.BatchNorm2d(4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y, z = self.counts(x, self.linear(x))
+        y, _ = self.counts(self.norm(y), F.softsign(self.linear(x)))
+        return F.relu(y) + z
+
+
 PROGRAMS = [
+    UnusedDropoutsThatAreOverwritten,
+    TwoDrawsOfOneTensor,
+    TwoDrawsOfOneAttention,
+    UsesCounts,
     UnusedNormInAList,
     UnusedNormInATuple,
     UnusedNormInADictionary,
@@ -415,7 +481,7 @@ PROGRAMS = [
     WritesToWhatACallReturned,
     Norm,
 ]
-CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached"]
+CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts"]
 LEVELS = {
     "regions": [],
     "ops": ["--level", "ops"],
