@@ -140,6 +140,20 @@ struct Copier {
     return false;
   }
 
+  // TorchScript itself takes the dimensions of a convolution's output for known (passes/peephole_alias_sensitive.cpp),
+  // and so drops one that only its number of dimensions is asked of.
+  static std::optional<int64_t> dims_of_convolution(const Node* n, const Map& map) {
+    if (n->kind() != aten::dim) return std::nullopt;
+    const Value* of = map.at(n->input());
+    for (const Use& use : of->uses())
+      if (const FunctionSchema* schema = use.user->maybeSchema(); schema && schema->is_mutable()) return std::nullopt;
+    const Symbol kind = of->node()->kind();
+    if (kind == aten::conv1d) return 3;
+    if (kind == aten::conv2d) return 4;
+    if (kind == aten::conv3d) return 5;
+    return std::nullopt;
+  }
+
   void copy_node(Node* n, Block* to, Map& map, const Scope* scope) {
     if (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction) {
       if (auto graph = callee(n)) {
@@ -167,6 +181,11 @@ struct Copier {
           return;
         }
       }
+    }
+    if (const auto dims = dims_of_convolution(n, map)) {
+      WithInsertPoint at_end(to);
+      map[n->output()] = view.graph->insertConstant(*dims);
+      return;
     }
     Node* copy = view.graph->createClone(
         n, [&](Value* v) { return map.at(v); }, /*copy_blocks=*/false);

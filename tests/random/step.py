@@ -232,7 +232,7 @@ def facts(a: List[Record], b: List[Record]) -> List[str]:
                 same = torch.equal(u, v)
                 u, v = "as it was", "elsewhere"
             elif isinstance(u, torch.Tensor) or isinstance(v, torch.Tensor):
-                if k.startswith("gradient") and v is None and not u.any():
+                if k.startswith("gradient") and (u is None or v is None) and not (v if u is None else u).any():
                     continue  # TorchScript's derivatives have zeros where eager's have none
                 describe = lambda t: None if t is None else (str(t.dtype), tuple(t.shape))
                 u, v = describe(u), describe(v)
