@@ -28,7 +28,7 @@ sys.exit(code)
 """
 FAULTS = {
     "a product is a sum": (r"ops\.tsmem\.mul\(([^()]*)\)", r"torch.add(\1)"),
-    "dropout that draws again": (r"ops\.tsmem\.dropout\((\w+), ([^()]*)\)", r"ops.tsmem.dropout(torch.dropout(\1, 0.5, True), \2)"),
+    "dropout that draws again": (r"ops\.tsmem\.dropout\((\w+), ((?:[^()]|\([^()]*\))*)\)", r"ops.tsmem.dropout(torch.dropout(\1, 0.5, True), \2)"),
 }
 
 
