@@ -92,7 +92,7 @@ class Matcher {
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
       }
-    collect(view.graph->block(), false);
+    collect(view.graph->block(), false, 0);
   }
 
   MatchResult run() {
@@ -113,7 +113,7 @@ class Matcher {
   bool sets_attributes_ = false;
   std::unordered_map<std::string, std::vector<Node*>> by_name_;
   std::unordered_map<Node*, CanonicalOp> ops_;
-  std::unordered_set<const Node*> taken_, in_autocast_;
+  std::unordered_set<const Node*> taken_, in_autocast_, in_no_grad_;
   std::unordered_map<const Node*, int> with_blocks_;  // a number for the `with` blocks around a node
   int with_block_ = 0, last_with_block_ = 0;
   bool swapped_first_ = false;
@@ -122,12 +122,16 @@ class Matcher {
   MatchResult result_;
 
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
-  void collect(Block* block, bool autocast) {
+  // Under no_grad nothing is saved; and whether TorchScript takes a result there for one that needs a gradient depends
+  // on which operators it finds there.
+  void collect(Block* block, bool autocast, int no_grad) {
     std::vector<int> around;
     for (Node* n : block->nodes()) {
       if (n->kind() == prim::SetAttr) sets_attributes_ = true;
       if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
       if (autocast) in_autocast_.insert(n);
+      if (borders_no_grad(n)) no_grad += n->kind() == prim::Enter ? 1 : -1;
+      if (no_grad > 0) in_no_grad_.insert(n);
       if (n->kind() == prim::Enter) {
         around.push_back(with_block_);
         with_block_ = ++last_with_block_;
@@ -143,7 +147,7 @@ class Matcher {
         by_name_[op.name].push_back(n);
         ops_.emplace(n, std::move(op));
       }
-      for (Block* b : n->blocks()) collect(b, autocast);
+      for (Block* b : n->blocks()) collect(b, autocast, no_grad);
     }
   }
 
@@ -297,6 +301,8 @@ class Matcher {
       if (!a.ops[i].trouble.empty()) return fmt::format("{}: {}", name_of(a.nodes[i]), a.ops[i].trouble);
       if (in_autocast_.count(a.nodes[i]))
         return fmt::format("{} is inside an autocast block of the model's own code", name_of(a.nodes[i]));
+      if (in_no_grad_.count(a.nodes[i]))
+        return fmt::format("{} is inside a no_grad block, where nothing is saved", name_of(a.nodes[i]));
     }
     Node* anchor = a.nodes.back();
     for (Node* n : a.nodes)

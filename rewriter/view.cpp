@@ -30,10 +30,14 @@ std::optional<std::string> attribute_path(const Value* v) {
   return path;
 }
 
-bool borders_autocast(const Node* n) {
+static bool borders(const Node* n, const char* context) {
   return (n->kind() == prim::Enter || n->kind() == prim::Exit) &&
-         n->input(0)->type()->repr_str().find("autocast") != std::string::npos;
+         n->input(0)->type()->repr_str().find(context) != std::string::npos;
 }
+
+bool borders_autocast(const Node* n) { return borders(n, "autocast"); }
+
+bool borders_no_grad(const Node* n) { return borders(n, "torch.autograd.grad_mode.no_grad"); }
 
 static const Function* called_function(const Node* call) {
   if (call->kind() == prim::CallFunction) {

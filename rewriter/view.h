@@ -75,6 +75,9 @@ std::shared_ptr<Graph> callee(const Node* call);
 // Whether n begins or ends a `with autocast` block of the model's own code.
 bool borders_autocast(const Node* n);
 
+// Whether n begins or ends a `with torch.no_grad()` block.
+bool borders_no_grad(const Node* n);
+
 // The attributes that lead from `self` to a module value: "layer1.0" for self.layer1.0; nullopt for other values.
 std::optional<std::string> attribute_path(const Value* v);
 

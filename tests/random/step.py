@@ -226,8 +226,8 @@ def facts(a: List[Record], b: List[Record]) -> List[str]:
                 continue
             if k.endswith("requires_grad") and u and not ra["grad mode"]:
                 continue  # TorchScript's optimised graphs forget torch.no_grad() around the call
-            if k.startswith("output") and k.endswith("requires_grad") and v and ra["grad mode"]:
-                continue  # it says so of results of no_grad too; backward() has begun at it, and the gradients are compared
+            if k.startswith("output") and k.endswith("requires_grad") and v:
+                continue  # and in it; backward() has begun at this output, and the gradients are compared
             if k == "generator":
                 same = torch.equal(u, v)
                 u, v = "as it was", "elsewhere"
