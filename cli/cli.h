@@ -2,6 +2,7 @@
 #pragma once
 #include <CLI/CLI.hpp>
 
+#include <chrono>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -15,7 +16,12 @@ struct Common {  // options every subcommand has
   bool verbose = false, quiet = false;
   std::string color = "auto";
   std::vector<std::string> op_libraries;
+  std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 };
+
+inline double seconds_since(std::chrono::steady_clock::time_point t) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
+}
 
 // Each adds its options to `app`, which is the subcommand itself (main.cpp has the table of them and makes it), sets an
 // example with app.footer(), and returns the function that runs the command; that one's result is the exit code.

@@ -202,6 +202,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   if (!o.rewrite.method.empty()) options.method = o.rewrite.method;
   options.device = o.device;
   options.seed = common.seed;
+  options.spent = seconds_since(common.started);
   options.measure = false;
   if (o.thorough) options.thorough = true;
   const Progress progress(common);

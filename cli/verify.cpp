@@ -67,6 +67,7 @@ int run(const Options& o, const Common& common) {
   options.calls = o.calls;
   options.seeds = o.seeds;
   options.seed = common.seed;
+  options.spent = seconds_since(common.started);
   options.train_mode = o.train || !o.eval;
   options.eval_mode = o.eval || !o.train;
   options.measure = !o.no_measure;

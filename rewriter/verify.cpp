@@ -20,6 +20,7 @@
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/memory.h"
+#include "rewriter/outcome.h"
 #include "rewriter/rewrite.h"
 #include "rewriter/smaller_inputs.h"
 #include "rewriter/view.h"
@@ -39,262 +40,9 @@ constexpr double kOneCall = 8;       // B's worst call over the worst of A's own
 
 using Clock = std::chrono::steady_clock;
 
-// Makes copies that share nothing with the module, their compiled code included: the first call is a first call.
-class Copier {
- public:
-  Copier(const Module& m, const std::string& device) : device_(device) { m.save(bytes_); }
-  Module operator()() {
-    bytes_.clear();
-    bytes_.seekg(0);
-    return torch::jit::load(bytes_, device_);
-  }
-
- private:
-  std::stringstream bytes_;
-  c10::Device device_;
-};
-
-// Casts every floating-point tensor of the module tree in place, also those in lists and dicts.
-void to_double(const Module& m) {
-  for (const auto& sub : m.modules())
-    for (auto& v : sub._ivalue()->slots())
-      if (!v.isObject() && !v.isCapsule())
-        for (auto& t : floating_tensors(v))
-          if (t.scalar_type() != at::kDouble) t.set_data(t.detach().to(at::kDouble));
-}
-
-at::Tensor channels_last(const at::Tensor& t) {
-  return t.dim() == 4   ? t.contiguous(at::MemoryFormat::ChannelsLast)
-         : t.dim() == 5 ? t.contiguous(at::MemoryFormat::ChannelsLast3d)
-                        : t;
-}
-
-struct Named {
-  std::string name;
-  at::Tensor value;          // undefined: no gradient
-  mutable double size = -1;  // its norm, where known
-};
-
-// What one call left behind.
-struct Outcome {
-  std::string error;  // of the call that raised
-  std::vector<Named> outputs, gradients, buffers, inputs;
-  std::vector<at::Tensor> random;  // generator states
-  double seconds = 0;              // of forward and backward
-};
-
-struct Errors {
-  double output = 0, gradient = 0, buffer = 0;
-  double worst() const { return std::max({output, gradient, buffer}); }
-  void add(const Errors& e) {
-    output = std::max(output, e.output);
-    gradient = std::max(gradient, e.gradient);
-    buffer = std::max(buffer, e.buffer);
-  }
-};
-
-// Dense and on the CPU; shares the memory of what is so already.
-at::Tensor kept(const at::Tensor& t) {
-  if (!t.defined()) return t;
-  auto u = t.detach();
-  if (!u.device().is_cpu()) u = u.cpu();
-  if (u.layout() != at::kStrided) u = u.to_dense();
-  if (u.is_complex()) u = at::view_as_real(u.resolve_conj());
-  return u.is_quantized() ? u.dequantize() : u;
-}
-
-double norm_of(const at::Tensor& t) { return at::linalg_vector_norm(t, 2, {}, false, at::kDouble).item<double>(); }
-
-at::Tensor finite_part(const at::Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); }
-
-double size_of(const Named& v) {
-  if (v.size < 0) {
-    v.size = norm_of(v.value);
-    if (!std::isfinite(v.size)) v.size = norm_of(finite_part(v.value));
-  }
-  return v.size;
-}
-
-// |u - v|; of whole numbers the part of |v| that differs.
-double distance(const at::Tensor& u, const Named& named) {
-  auto& v = named.value;
-  if (u.sizes() != v.sizes() || u.is_floating_point() != v.is_floating_point()) return kInfinity;
-  if (u.numel() == 0) return 0;
-  if (!u.is_floating_point())
-    return u.scalar_type() != v.scalar_type() ? kInfinity : u.ne(v).to(at::kDouble).mean().item<double>();
-  bool direct = u.scalar_type() == v.scalar_type() && u.element_size() >= 4;
-  auto minus = [&](const at::Tensor& x, const at::Tensor& y) {
-    return norm_of(direct ? x - y : x.to(at::kDouble) - y.to(at::kDouble));
-  };
-  double d = minus(u, v);
-  if (std::isfinite(d)) return d;
-  // Where A is not finite B must be the same.
-  auto odd = v.isfinite().logical_not();
-  if (!u.isfinite().logical_not().equal(odd) ||
-      !at::allclose(u.masked_select(odd).to(at::kDouble), v.masked_select(odd).to(at::kDouble), 0, 0,
-                    /*equal_nan=*/true))
-    return kInfinity;
-  return minus(finite_part(u), finite_part(v));
-}
-
-double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
-  if (us.size() != vs.size()) return kInfinity;
-  auto real = [](const Named& v) { return v.value.defined() && v.value.is_floating_point() && v.value.numel(); };
-  std::vector<double> sizes;
-  for (auto& v : vs)
-    if (real(v)) sizes.push_back(size_of(v));
-  std::sort(sizes.begin(), sizes.end());
-  double floor = std::max(sizes.empty() ? 0 : 1e-2 * sizes[sizes.size() / 2], 1e-30), most = 0;
-  for (size_t i = 0; i < us.size(); ++i)
-    if (us[i].value.defined() && vs[i].value.defined()) {
-      double d = distance(us[i].value, vs[i]);
-      most = std::max(most, d > 0 && real(vs[i]) ? d / std::max(size_of(vs[i]), floor) : d);
-    }
-  return most;
-}
-
-Errors errors(const Outcome& u, const Outcome& v) {
-  return {worst(u.outputs, v.outputs), worst(u.gradients, v.gradients), worst(u.buffers, v.buffers)};
-}
-
 enum class Mode { train, eval, no_grad };
 const char* name_of(Mode m) { return m == Mode::train ? "train" : m == Mode::eval ? "eval" : "no_grad"; }
 std::string in_mode(Mode m) { return m == Mode::no_grad ? "without grad" : fmt::format("in {} mode", name_of(m)); }
-
-struct Run {
-  std::string method;
-  c10::Device device;
-  bool grad, input_grad, backward = true;
-
-  Outcome operator()(Module& m, const std::vector<IValue>& given, uint64_t seed) const {
-    Outcome out;
-    std::vector<IValue> inputs;
-    for (auto& v : given) inputs.push_back(clone_value(v));
-    auto leaves = floating_tensors(c10::ivalue::Tuple::create(inputs));
-    std::vector<at::Generator> generators = {at::globalContext().defaultGenerator(c10::kCPU)};
-    if (device.is_cuda()) generators.push_back(at::globalContext().defaultGenerator(device));
-    for (auto& g : generators) {
-      std::lock_guard lock(g.mutex());
-      g.set_current_seed(seed);
-    }
-    for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
-    at::AutoGradMode mode(grad);
-    const auto start = Clock::now();
-    if (grad && input_grad)
-      for (auto& t : leaves) t.requires_grad_();
-    try {
-      auto output = m.get_method(method)(inputs);
-      auto floating = floating_tensors(output);
-      std::vector<at::Tensor> roots, random;
-      if (grad) {
-        auto all = cotangents(floating, seed);
-        for (size_t i = 0; i < floating.size(); ++i)
-          if (floating[i].requires_grad()) {
-            roots.push_back(floating[i]);
-            random.push_back(all[i]);
-          }
-      }
-      for (auto& t : all_tensors(output))
-        out.outputs.push_back({fmt::format("output {}", out.outputs.size()), kept(t)});
-      if (!roots.empty() && backward) torch::autograd::backward(roots, random);
-      out.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-      for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
-      for (size_t i = 0; i < leaves.size(); ++i)
-        if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
-      for (const auto& b : m.named_buffers())
-        out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
-      for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
-        out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
-    } catch (const std::exception& e) {
-      out.error = sentence(e);
-      return out;
-    }
-    for (auto& g : generators) {
-      std::lock_guard lock(g.mutex());
-      out.random.push_back(g.get_state());
-    }
-    return out;
-  }
-};
-
-// The inputs of the n-th call: those given, then with a little noise, which keeps their meaning (boxes stay boxes).
-std::vector<IValue> vary(const std::vector<IValue>& inputs, int n, double size, uint64_t seed) {
-  std::vector<IValue> out;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    uint64_t count = 0;
-    out.push_back(map_tensors(inputs[i], [&](const at::Tensor& t) {
-      if (n == 0 || !t.is_floating_point()) return t.detach().clone();
-      auto noise = cotangents({t}, seed + 7919 * static_cast<uint64_t>(n) + 104729 * i + count++)[0];
-      return (t + t * noise * size).to(t.scalar_type());
-    }));
-  }
-  return out;
-}
-
-std::vector<IValue> in_double(const std::vector<IValue>& inputs) {
-  std::vector<IValue> out;
-  for (auto& v : inputs) out.push_back(clone_value(v, at::kDouble));
-  return out;
-}
-
-double epsilon_of(at::ScalarType t) {
-  switch (t) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return std::ldexp(1.0, -10);
-    case at::kBFloat16:
-      return std::ldexp(1.0, -7);
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
-}
-
-// The coarsest floating-point type among parameters, inputs and outputs decides what rounding is.
-double epsilon_of(const Module& m, const std::vector<IValue>& inputs) {
-  double e = std::numeric_limits<double>::epsilon();
-  bool any = false;
-  auto add = [&](const at::Tensor& t) {
-    if (!t.is_floating_point()) return;
-    e = std::max(e, epsilon_of(t.scalar_type()));
-    any = true;
-  };
-  for (const auto& p : m.parameters()) add(p);
-  for (auto& t : floating_tensors(c10::ivalue::Tuple::create(inputs))) add(t);
-  return any ? e : epsilon_of(at::kFloat);
-}
-
-std::string dtype_name(at::ScalarType t) {
-  switch (t) {
-    case at::kDouble:
-      return "float64";
-    case at::kFloat:
-      return "float32";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kLong:
-      return "int64";
-    case at::kInt:
-      return "int32";
-    case at::kByte:
-      return "uint8";
-    default: {
-      std::string name = at::toString(t);
-      std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
-      return name;
-    }
-  }
-}
-
-std::vector<std::string> described(const std::vector<IValue>& inputs) {
-  std::vector<std::string> out;
-  for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
-    out.push_back(fmt::format("{} {}", t.dim() ? fmt::format("{}", fmt::join(t.sizes(), "x")) : "()",
-                              dtype_name(t.scalar_type())));
-  return out;
-}
 
 // A model's own message, at the end of a sentence, may have no full stop.
 std::string ended(const std::string& text) {
@@ -341,6 +89,8 @@ class Verifier {
                    : epsilon_ == epsilon_of(at::kBFloat16) ? "bfloat16"
                                                            : "float32"),
         has_dropout_(calls_dropout(a, options.method)),
+        started_(Clock::now() -
+                 std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
         limit_(kMargin * options.seconds),
         whole_(options.thorough.value_or(false)) {
     if (options.train_mode) modes_.push_back(Mode::train);
@@ -1024,7 +774,7 @@ class Verifier {
   const double epsilon_;
   const std::string own_dtype_;
   const bool has_dropout_;
-  const Clock::time_point started_ = Clock::now();
+  const Clock::time_point started_;
   double limit_;                 // seconds for it all
   double step_ = 0;              // seconds of A's step with the inputs given; 0: not known yet
   double iteration_ = 0;         // seconds of the last call that was compared, with all that belongs to it
@@ -1043,8 +793,6 @@ class Verifier {
   VerifyResult r_;
 };
 
-nlohmann::json number(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(nullptr); }
-
 }  // namespace
 
 VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options) {
@@ -1055,80 +803,6 @@ VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>&
   on_users_values("The models can't be compared on these inputs",
                   [&] { result = Verifier(a, b, typed, options).run(); });
   return result;
-}
-
-std::string compared_text(const VerifyResult& r) {
-  // Modes with the same inputs and dtypes in one part: "4 calls each in train and eval mode on 3x3x64x64 float32, ...".
-  struct Part {
-    std::vector<std::string> modes;
-    const Compared* what;
-  };
-  std::vector<Part> parts;
-  for (const auto& c : r.compared) {
-    auto same = std::find_if(parts.begin(), parts.end(), [&](const Part& p) {
-      return p.what->inputs == c.inputs && p.what->dtypes == c.dtypes && p.what->calls == c.calls;
-    });
-    if (same == parts.end()) same = parts.insert(parts.end(), Part{{}, &c});
-    same->modes.push_back(c.mode);
-  }
-  std::string text;
-  for (const auto& p : parts) {
-    auto inputs = p.what->inputs;
-    const size_t n = inputs.size();
-    if (n > 3) inputs.resize(3);
-    const std::string more = n > 3 ? fmt::format(" and {} more", n - 3) : std::string();
-    text += fmt::format("{}{} call{}{} in {} on {} ({}{}) in {}", text.empty() ? "" : "; ", p.what->calls,
-                        p.what->calls == 1 ? "" : "s", p.modes.size() > 1 ? " each" : "", fmt::join(p.modes, ", "),
-                        p.what->given ? "the inputs given" : "smaller inputs", fmt::join(inputs, ", "), more,
-                        fmt::join(p.what->dtypes, " and "));
-  }
-  if (text.empty()) return "";
-  text = "Compared: " + text + ".";
-  if (!r.thorough) text += " --thorough compares everything on the inputs given.";
-  return text;
-}
-
-nlohmann::json to_json(const VerifyResult& r) {
-  auto calls = nlohmann::json::array();
-  auto pair = [](const double(&p)[2]) { return nlohmann::json{number(p[0]), number(p[1])}; };
-  for (auto& c : r.calls)
-    calls.push_back({{"mode", c.mode},
-                     {"output_error", number(c.output_error)},
-                     {"gradient_error", number(c.gradient_error)},
-                     {"buffer_error", number(c.buffer_error)},
-                     {"f64_error", number(c.f64_error)},
-                     {"reference_errors",
-                      {{"output", pair(c.reference_output)},
-                       {"gradient", pair(c.reference_gradient)},
-                       {"buffer", pair(c.reference_buffer)}}}});
-  auto compared = nlohmann::json::array();
-  for (auto& c : r.compared)
-    compared.push_back({{"mode", c.mode},
-                        {"inputs", c.inputs},
-                        {"given", c.given},
-                        {"calls", c.calls},
-                        {"dtypes", c.dtypes},
-                        {"output_error", number(c.output_error)},
-                        {"gradient_error", number(c.gradient_error)},
-                        {"buffer_error", number(c.buffer_error)}});
-  return {{"equal", r.equal},
-          {"verdict", r.verdict},
-          {"compared", compared},
-          {"thorough", r.thorough},
-          {"seconds", r.seconds},
-          {"first_step_seconds", r.first_step_seconds},
-          {"differences", r.differences},
-          {"notes", r.notes},
-          {"calls", calls},
-          {"state_dict_equal", r.state_dict_equal},
-          {"gradients_only_in", {{"a", r.gradients_only_in_a}, {"b", r.gradients_only_in_b}}},
-          {"median_ratios",
-           {{"output", number(r.ratio_output)},
-            {"gradient", number(r.ratio_gradient)},
-            {"buffer", number(r.ratio_buffer)}}},
-          {"saved_bytes", {r.saved_bytes[0], r.saved_bytes[1]}},
-          {"peak_bytes", {r.peak_bytes[0], r.peak_bytes[1]}},
-          {"step_seconds", {r.step_seconds[0], r.step_seconds[1]}}};
 }
 
 }  // namespace tsmem

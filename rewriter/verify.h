@@ -16,10 +16,11 @@ struct VerifyOptions {
   int calls = 0;                             // in each mode; 0: four, or fewer where the time is short
   bool train_mode = true, eval_mode = true;  // which modes to run
   uint64_t seed = 0;
-  int seeds = 0;          // for the median of error ratios; 0: five, or one for each call where the time is short
-  bool measure = true;    // memory and time too
+  int seeds = 0;        // for the median of error ratios; 0: five, or one for each call where the time is short
+  bool measure = true;  // memory and time too
   std::optional<bool> thorough;  // everything on the inputs given, however long; unset: where there is time for it
   double seconds = 20;  // else the time for it all, or that of ten training steps of the first model if that is longer
+  double spent = 0;     // of that time, what has gone by before
   std::function<void(const std::string&, double)> progress;  // is told what runs now, and the part that is done
 };
 

@@ -1,0 +1,229 @@
+#include "rewriter/outcome.h"
+
+#include <ATen/Context.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/serialization/import.h>
+
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/memory.h"
+
+namespace tsmem {
+
+using c10::IValue;
+using torch::jit::Module;
+using Clock = std::chrono::steady_clock;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+void to_double(const Module& m) {
+  for (const auto& sub : m.modules())
+    for (auto& v : sub._ivalue()->slots())
+      if (!v.isObject() && !v.isCapsule())
+        for (auto& t : floating_tensors(v))
+          if (t.scalar_type() != at::kDouble) t.set_data(t.detach().to(at::kDouble));
+}
+
+at::Tensor channels_last(const at::Tensor& t) {
+  return t.dim() == 4   ? t.contiguous(at::MemoryFormat::ChannelsLast)
+         : t.dim() == 5 ? t.contiguous(at::MemoryFormat::ChannelsLast3d)
+                        : t;
+}
+
+// Dense and on the CPU; shares the memory of what is so already.
+static at::Tensor kept(const at::Tensor& t) {
+  if (!t.defined()) return t;
+  auto u = t.detach();
+  if (!u.device().is_cpu()) u = u.cpu();
+  if (u.layout() != at::kStrided) u = u.to_dense();
+  if (u.is_complex()) u = at::view_as_real(u.resolve_conj());
+  return u.is_quantized() ? u.dequantize() : u;
+}
+
+double norm_of(const at::Tensor& t) { return at::linalg_vector_norm(t, 2, {}, false, at::kDouble).item<double>(); }
+
+static at::Tensor finite_part(const at::Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); }
+
+double size_of(const Named& v) {
+  if (v.size < 0) {
+    v.size = norm_of(v.value);
+    if (!std::isfinite(v.size)) v.size = norm_of(finite_part(v.value));
+  }
+  return v.size;
+}
+
+// |u - v|; of whole numbers the part of |v| that differs.
+static double distance(const at::Tensor& u, const Named& named) {
+  auto& v = named.value;
+  if (u.sizes() != v.sizes() || u.is_floating_point() != v.is_floating_point()) return kInfinity;
+  if (u.numel() == 0) return 0;
+  if (!u.is_floating_point())
+    return u.scalar_type() != v.scalar_type() ? kInfinity : u.ne(v).to(at::kDouble).mean().item<double>();
+  bool direct = u.scalar_type() == v.scalar_type() && u.element_size() >= 4;
+  auto minus = [&](const at::Tensor& x, const at::Tensor& y) {
+    return norm_of(direct ? x - y : x.to(at::kDouble) - y.to(at::kDouble));
+  };
+  double d = minus(u, v);
+  if (std::isfinite(d)) return d;
+  // Where A is not finite B must be the same.
+  auto odd = v.isfinite().logical_not();
+  if (!u.isfinite().logical_not().equal(odd) ||
+      !at::allclose(u.masked_select(odd).to(at::kDouble), v.masked_select(odd).to(at::kDouble), 0, 0,
+                    /*equal_nan=*/true))
+    return kInfinity;
+  return minus(finite_part(u), finite_part(v));
+}
+
+double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
+  if (us.size() != vs.size()) return kInfinity;
+  auto real = [](const Named& v) { return v.value.defined() && v.value.is_floating_point() && v.value.numel(); };
+  std::vector<double> sizes;
+  for (auto& v : vs)
+    if (real(v)) sizes.push_back(size_of(v));
+  std::sort(sizes.begin(), sizes.end());
+  double floor = std::max(sizes.empty() ? 0 : 1e-2 * sizes[sizes.size() / 2], 1e-30), most = 0;
+  for (size_t i = 0; i < us.size(); ++i)
+    if (us[i].value.defined() && vs[i].value.defined()) {
+      double d = distance(us[i].value, vs[i]);
+      most = std::max(most, d > 0 && real(vs[i]) ? d / std::max(size_of(vs[i]), floor) : d);
+    }
+  return most;
+}
+
+Errors errors(const Outcome& u, const Outcome& v) {
+  return {worst(u.outputs, v.outputs), worst(u.gradients, v.gradients), worst(u.buffers, v.buffers)};
+}
+
+std::vector<IValue> vary(const std::vector<IValue>& inputs, int n, double size, uint64_t seed) {
+  std::vector<IValue> out;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    uint64_t count = 0;
+    out.push_back(map_tensors(inputs[i], [&](const at::Tensor& t) {
+      if (n == 0 || !t.is_floating_point()) return t.detach().clone();
+      auto noise = cotangents({t}, seed + 7919 * static_cast<uint64_t>(n) + 104729 * i + count++)[0];
+      return (t + t * noise * size).to(t.scalar_type());
+    }));
+  }
+  return out;
+}
+
+std::vector<IValue> in_double(const std::vector<IValue>& inputs) {
+  std::vector<IValue> out;
+  for (auto& v : inputs) out.push_back(clone_value(v, at::kDouble));
+  return out;
+}
+
+double epsilon_of(at::ScalarType t) {
+  switch (t) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return std::ldexp(1.0, -10);
+    case at::kBFloat16:
+      return std::ldexp(1.0, -7);
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+double epsilon_of(const Module& m, const std::vector<IValue>& inputs) {
+  double e = std::numeric_limits<double>::epsilon();
+  bool any = false;
+  auto add = [&](const at::Tensor& t) {
+    if (!t.is_floating_point()) return;
+    e = std::max(e, epsilon_of(t.scalar_type()));
+    any = true;
+  };
+  for (const auto& p : m.parameters()) add(p);
+  for (auto& t : floating_tensors(c10::ivalue::Tuple::create(inputs))) add(t);
+  return any ? e : epsilon_of(at::kFloat);
+}
+
+static std::string dtype_name(at::ScalarType t) {
+  switch (t) {
+    case at::kDouble:
+      return "float64";
+    case at::kFloat:
+      return "float32";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kByte:
+      return "uint8";
+    default: {
+      std::string name = at::toString(t);
+      std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+      return name;
+    }
+  }
+}
+
+std::vector<std::string> described(const std::vector<IValue>& inputs) {
+  std::vector<std::string> out;
+  for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
+    out.push_back(fmt::format("{} {}", t.dim() ? fmt::format("{}", fmt::join(t.sizes(), "x")) : "()",
+                              dtype_name(t.scalar_type())));
+  return out;
+}
+
+Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t seed) const {
+  Outcome out;
+  std::vector<IValue> inputs;
+  for (auto& v : given) inputs.push_back(clone_value(v));
+  auto leaves = floating_tensors(c10::ivalue::Tuple::create(inputs));
+  std::vector<at::Generator> generators = {at::globalContext().defaultGenerator(c10::kCPU)};
+  if (device.is_cuda()) generators.push_back(at::globalContext().defaultGenerator(device));
+  for (auto& g : generators) {
+    std::lock_guard lock(g.mutex());
+    g.set_current_seed(seed);
+  }
+  for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
+  at::AutoGradMode mode(grad);
+  const auto start = Clock::now();
+  if (grad && input_grad)
+    for (auto& t : leaves) t.requires_grad_();
+  try {
+    auto output = m.get_method(method)(inputs);
+    auto floating = floating_tensors(output);
+    std::vector<at::Tensor> roots, random;
+    if (grad) {
+      auto all = cotangents(floating, seed);
+      for (size_t i = 0; i < floating.size(); ++i)
+        if (floating[i].requires_grad()) {
+          roots.push_back(floating[i]);
+          random.push_back(all[i]);
+        }
+    }
+    for (auto& t : all_tensors(output)) out.outputs.push_back({fmt::format("output {}", out.outputs.size()), kept(t)});
+    if (!roots.empty() && backward) torch::autograd::backward(roots, random);
+    out.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
+    for (size_t i = 0; i < leaves.size(); ++i)
+      if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
+    for (const auto& b : m.named_buffers())
+      out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
+    for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
+      out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
+  } catch (const std::exception& e) {
+    out.error = sentence(e);
+    return out;
+  }
+  for (auto& g : generators) {
+    std::lock_guard lock(g.mutex());
+    out.random.push_back(g.get_state());
+  }
+  return out;
+}
+
+}  // namespace tsmem

@@ -1,0 +1,93 @@
+// One call of a model, what it left behind, and how far two calls are apart.
+#pragma once
+#include <torch/csrc/jit/api/module.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace tsmem {
+
+// Makes copies that share nothing with the module, their compiled code included: the first call is a first call.
+class Copier {
+ public:
+  Copier(const torch::jit::Module& m, const std::string& device) : device_(device) { m.save(bytes_); }
+  torch::jit::Module operator()() {
+    bytes_.clear();
+    bytes_.seekg(0);
+    return torch::jit::load(bytes_, device_);
+  }
+
+ private:
+  std::stringstream bytes_;
+  c10::Device device_;
+};
+
+struct Named {
+  std::string name;
+  at::Tensor value;          // undefined: no gradient
+  mutable double size = -1;  // its norm, where known
+};
+
+// What one call left behind.
+struct Outcome {
+  std::string error;  // of the call that raised
+  std::vector<Named> outputs, gradients, buffers, inputs;
+  std::vector<at::Tensor> random;  // generator states
+  double seconds = 0;              // of forward and backward
+};
+
+struct Errors {
+  double output = 0, gradient = 0, buffer = 0;
+  double worst() const { return std::max({output, gradient, buffer}); }
+  void add(const Errors& e) {
+    output = std::max(output, e.output);
+    gradient = std::max(gradient, e.gradient);
+    buffer = std::max(buffer, e.buffer);
+  }
+};
+
+// How a call is made. Gradients of the outputs are drawn from the seed (cotangents()).
+struct Run {
+  std::string method;
+  c10::Device device;
+  bool grad, input_grad, backward = true;
+
+  // Calls the method on copies of the inputs, and backward where there is something to differentiate. An exception is
+  // in Outcome::error.
+  Outcome operator()(torch::jit::Module& m, const std::vector<c10::IValue>& given, uint64_t seed) const;
+};
+
+// In relative norms: of each group of tensors the worst. Infinity where shapes differ, or one is NaN where the other is
+// not.
+Errors errors(const Outcome& u, const Outcome& v);
+
+// The same of one group.
+double worst(const std::vector<Named>& us, const std::vector<Named>& vs);
+
+// The norm of what is finite in a value.
+double size_of(const Named& v);
+
+// The 2-norm in float64.
+double norm_of(const at::Tensor& t);
+
+// Casts every floating-point tensor of the module tree in place, also those in lists and dicts.
+void to_double(const torch::jit::Module& m);
+
+at::Tensor channels_last(const at::Tensor& t);
+
+// The inputs of the n-th call: those given, then with a little noise, which keeps their meaning (boxes stay boxes).
+std::vector<c10::IValue> vary(const std::vector<c10::IValue>& inputs, int n, double size, uint64_t seed);
+
+std::vector<c10::IValue> in_double(const std::vector<c10::IValue>& inputs);
+
+double epsilon_of(at::ScalarType t);
+
+// The coarsest floating-point type among parameters, inputs and outputs decides what rounding is.
+double epsilon_of(const torch::jit::Module& m, const std::vector<c10::IValue>& inputs);
+
+// A tensor each: "3x3x64x64 float32".
+std::vector<std::string> described(const std::vector<c10::IValue>& inputs);
+
+}  // namespace tsmem
