@@ -2,13 +2,13 @@
 
 #include <fmt/format.h>
 #ifdef __GLIBC__
-#include <malloc.h>
 #endif
 
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "freed_memory.h"
 #include "rewriter/error.h"
 #include "rewriter/milp.h"
 #include "rewriter/model_file.h"
@@ -41,17 +41,6 @@ PlanOptions PlanLimits::options(const Common& common, const Progress& progress) 
   options.progress = [&progress](const std::string& text) { progress(text); };
   return options;
 }
-
-namespace {
-// Freed memory stays with this process. A step's time would else depend on what happens to lie at the end of the heap:
-// whether glibc gives it back after every step, to be cleared again by the kernel, for the one model or for the other.
-void keep_freed_memory() {
-#ifdef __GLIBC__
-  mallopt(M_TRIM_THRESHOLD, -1);
-  mallopt(M_MMAP_MAX, 0);
-#endif
-}
-}  // namespace
 
 Planned::Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
                  const std::vector<c10::IValue>& inputs, const PlanOptions& options) {

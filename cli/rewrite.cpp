@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "cli.h"
+#include "freed_memory.h"
 #include "patterns/pattern.h"
 #include "planning.h"
 #include "rewriter/error.h"
@@ -198,6 +199,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   if (auto differences = structure_differences(original, rewritten); !differences.empty())
     throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
   if ((o.inputs.empty() && o.inputs_file.empty()) || o.limits.estimate || o.no_verify) return true;
+  keep_freed_memory();
   VerifyOptions options;
   if (!o.rewrite.method.empty()) options.method = o.rewrite.method;
   options.device = o.device;

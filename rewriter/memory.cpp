@@ -499,18 +499,32 @@ struct StateGuard::State {
   struct Content {
     at::Tensor tensor, copy;
   };
+  struct Parameter {
+    at::Tensor tensor, source;
+    int64_t version;
+  };
   struct Grad {
     at::Tensor tensor, grad, copy;
   };
   std::vector<Slot> slots;
   std::vector<Content> contents;
+  std::vector<Parameter> parameters;
   std::vector<Grad> grads;
   std::vector<std::pair<at::Generator, at::Tensor>> generators;
 };
 
-StateGuard::StateGuard(const torch::jit::Module& module) : state_(std::make_unique<State>()) {
+StateGuard::StateGuard(const torch::jit::Module& module, const torch::jit::Module* source)
+    : state_(std::make_unique<State>()) {
   at::NoGradGuard no_grad;
-  std::unordered_set<const void*> seen;
+  std::unordered_set<const void*> seen, sourced;
+  if (source) {
+    std::map<std::string, at::Tensor> there;
+    for (const auto& p : source->named_parameters()) there.emplace(p.name, p.value);
+    for (const auto& p : module.named_parameters())
+      if (const auto from = there.find(p.name);
+          from != there.end() && sourced.insert(p.value.unsafeGetTensorImpl()).second)
+        state_->parameters.push_back({p.value, from->second, p.value._version()});
+  }
   for (const auto& m : module.modules()) {
     auto object = m._ivalue();
     if (!seen.insert(object.get()).second) continue;
@@ -523,7 +537,8 @@ StateGuard::StateGuard(const torch::jit::Module& module) : state_(std::make_uniq
       for (auto& t : all_tensors(v)) {
         if (!seen.insert(t.unsafeGetTensorImpl()).second) continue;
         // What overlaps itself refuses in-place changes, so it can't have changed.
-        if (at::has_internal_overlap(t) != at::MemOverlap::Yes) state_->contents.push_back({t, t.detach().clone()});
+        if (at::has_internal_overlap(t) != at::MemOverlap::Yes && !sourced.count(t.unsafeGetTensorImpl()))
+          state_->contents.push_back({t, t.detach().clone()});
         if (t.is_leaf() && (t.requires_grad() || t.grad().defined()))
           state_->grads.push_back({t, t.grad(), t.grad().defined() ? t.grad().detach().clone() : at::Tensor()});
       }
@@ -545,6 +560,8 @@ StateGuard::~StateGuard() {
     for (auto& s : state_->slots) s.object->setSlot(s.index, s.value);
     // Through variable_data, which has a version counter of its own.
     for (auto& c : state_->contents) c.tensor.variable_data().copy_(c.copy);
+    for (auto& p : state_->parameters)
+      if (p.tensor._version() != p.version) p.tensor.variable_data().copy_(p.source.detach());
     for (auto& g : state_->grads) {
       if (g.grad.defined()) g.grad.variable_data().copy_(g.copy);
       g.tensor.mutable_grad() = g.grad;

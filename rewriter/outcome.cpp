@@ -46,7 +46,35 @@ static at::Tensor kept(const at::Tensor& t) {
   return u.is_quantized() ? u.dequantize() : u;
 }
 
-double norm_of(const at::Tensor& t) { return at::linalg_vector_norm(t, 2, {}, false, at::kDouble).item<double>(); }
+// In blocks that stay in the cache: the norm in float64 of a large tensor would be that of a copy in float64.
+constexpr int64_t kBlock = 1 << 16;
+
+double norm_of(const at::Tensor& t) {
+  if (t.numel() <= kBlock || !t.is_contiguous())
+    return at::linalg_vector_norm(t, 2, {}, false, at::kDouble).item<double>();
+  const at::Tensor flat = t.view(-1);
+  double squares = 0;
+  for (int64_t i = 0; i < flat.numel(); i += kBlock) {
+    const double norm = norm_of(flat.slice(0, i, std::min(i + kBlock, flat.numel())));
+    squares += norm * norm;
+  }
+  return std::sqrt(squares);
+}
+
+static double norm_of_difference(const at::Tensor& u, const at::Tensor& v) {
+  if (u.numel() > kBlock && u.is_contiguous() && v.is_contiguous()) {
+    const at::Tensor x = u.view(-1), y = v.view(-1);
+    double squares = 0;
+    for (int64_t i = 0; i < x.numel(); i += kBlock) {
+      const int64_t end = std::min(i + kBlock, x.numel());
+      const double norm = norm_of_difference(x.slice(0, i, end), y.slice(0, i, end));
+      squares += norm * norm;
+    }
+    return std::sqrt(squares);
+  }
+  const bool direct = u.scalar_type() == v.scalar_type() && u.element_size() >= 4;
+  return norm_of(direct ? u - v : u.to(at::kDouble) - v.to(at::kDouble));
+}
 
 static at::Tensor finite_part(const at::Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); }
 
@@ -65,11 +93,7 @@ static double distance(const at::Tensor& u, const Named& named) {
   if (u.numel() == 0) return 0;
   if (!u.is_floating_point())
     return u.scalar_type() != v.scalar_type() ? kInfinity : u.ne(v).to(at::kDouble).mean().item<double>();
-  bool direct = u.scalar_type() == v.scalar_type() && u.element_size() >= 4;
-  auto minus = [&](const at::Tensor& x, const at::Tensor& y) {
-    return norm_of(direct ? x - y : x.to(at::kDouble) - y.to(at::kDouble));
-  };
-  double d = minus(u, v);
+  const double d = norm_of_difference(u, v);
   if (std::isfinite(d)) return d;
   // Where A is not finite B must be the same.
   auto odd = v.isfinite().logical_not();
@@ -77,7 +101,7 @@ static double distance(const at::Tensor& u, const Named& named) {
       !at::allclose(u.masked_select(odd).to(at::kDouble), v.masked_select(odd).to(at::kDouble), 0, 0,
                     /*equal_nan=*/true))
     return kInfinity;
-  return minus(finite_part(u), finite_part(v));
+  return norm_of_difference(finite_part(u), finite_part(v));
 }
 
 double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
@@ -209,6 +233,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     if (!roots.empty() && backward) torch::autograd::backward(roots, random);
     out.seconds = std::chrono::duration<double>(Clock::now() - start).count();
     for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
+    for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
     for (size_t i = 0; i < leaves.size(); ++i)
       if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
     for (const auto& b : m.named_buffers())

@@ -244,8 +244,9 @@ std::vector<std::string> state_differences(const Module& a, const Module& b) {
   return out;
 }
 
-std::vector<std::string> structure_differences(const Module& a, const Module& b) {
+std::vector<std::string> structure_differences(const Module& a, const Module& b, bool* state_equal) {
   auto out = state_differences(a, b);
+  if (state_equal) *state_equal = out.empty();
   if (out.empty()) compare_tensors("Parameter", entries(a, true), entries(b, true), true, out);
   std::set<std::pair<const void*, const void*>> seen;
   compare_objects("", a, b, out, seen);

@@ -67,7 +67,9 @@ struct VerifyResult {
 // The contract of a rewritten model's state: same state_dict (names, order, shapes, dtypes, values, sharing),
 // requires_grad and training flags, submodule tree, methods and signatures (`_tsmem_*` aside), constants. Empty where
 // it holds, else a sentence for each difference.
-std::vector<std::string> structure_differences(const torch::jit::Module& a, const torch::jit::Module& b);
+// `state_equal`, if any, is told whether state_differences() is empty.
+std::vector<std::string> structure_differences(const torch::jit::Module& a, const torch::jit::Module& b,
+                                               bool* state_equal = nullptr);
 
 // The part of it that state_dict holds: names, order, shapes, dtypes, values, sharing.
 std::vector<std::string> state_differences(const torch::jit::Module& a, const torch::jit::Module& b);
