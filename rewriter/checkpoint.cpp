@@ -176,8 +176,13 @@ static bool add_sources(const Value* v, const std::vector<const Value*>& stored,
         schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
     const bool of_container = !n->inputs().empty() && is_container(n->input(0));
     if (!alias && !is_call && !of_container && !is_container(v) && !passes_on(n->kind())) return found;
-    for (const Value* input : n->inputs())
-      if (is_tensor(input) || is_container(input)) add(input);
+    // `out += identity` gives out, and not identity.
+    const bool of_all = is_call || is_container(v) || of_container || !alias;
+    for (size_t i = 0; i < n->inputs().size(); ++i) {
+      const Value* input = n->input(i);
+      const bool passed = of_all || (i < schema->arguments().size() && schema->arguments()[i].alias_info());
+      if (passed && (is_tensor(input) || is_container(input))) add(input);
+    }
     if (of_container)
       for (const Value* s : stored) add(s);
   }

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <algorithm>
@@ -49,15 +50,24 @@ std::string ended(const std::string& text) {
   return text.empty() || std::string(".!?").find(text.back()) != std::string::npos ? text : fmt::format("{}.", text);
 }
 
-// Whether a method draws random numbers, or may do so from a later call on.
-bool calls_dropout(const Module& module, const std::string& method) {
+// Of a method, with all that it calls.
+struct Code {
+  size_t operators;
+  bool dropout;  // it draws random numbers, or may do so from a later call on
+};
+
+Code code_of(const Module& module, const std::string& method) {
   Scopes scopes;
   const View view = copy_graph(*toGraphFunction(module.get_method(method).function()).graph(), scopes,
                                [](const Scope*) { return true; });
-  return std::any_of(view.places.begin(), view.places.end(), [](const auto& entry) {
+  const bool dropout = std::any_of(view.places.begin(), view.places.end(), [](const auto& entry) {
     return std::string_view(entry.first->kind().toUnqualString()).find("dropout") != std::string_view::npos;
   });
+  return {view.places.size(), dropout};
 }
+
+// TorchScript's optimiser takes minutes for more: some of its passes are quadratic.
+constexpr size_t kMostOperators = 10000;
 
 // The inputs of a mode's calls, how they are run, and what the first of A's runs on them left behind.
 struct Start {
@@ -88,7 +98,7 @@ class Verifier {
                    : epsilon_ == epsilon_of(at::kHalf)     ? "float16"
                    : epsilon_ == epsilon_of(at::kBFloat16) ? "bfloat16"
                                                            : "float32"),
-        has_dropout_(calls_dropout(a, options.method)),
+        code_(code_of(a, options.method)),
         started_(Clock::now() -
                  std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
         limit_(kMargin * options.seconds),
@@ -147,6 +157,10 @@ class Verifier {
           !dtype.empty() && autocast_of(m == &a_ ? b_ : a_, options_.method).empty())
         note(fmt::format("The {} model's {} runs under autocast to {}; for the comparison the other's does too.",
                          m == &a_ ? "first" : "second", options_.method, dtype));
+    const bool optimised = code_.operators <= kMostOperators;
+    const torch::jit::GraphOptimizerEnabledGuard guard(optimised && torch::jit::getGraphExecutorOptimize());
+    if (!optimised)
+      note(fmt::format("TorchScript's optimiser was off: it takes minutes for {} operators.", code_.operators));
     const FastDepthwise fast;
     for (auto mode : modes_) {
       calls(mode);
@@ -202,7 +216,7 @@ class Verifier {
     for (int i = 0; i < runs; ++i) {
       auto out = run(a, inputs, options_.seed);
       if (!out.error.empty()) return out.error;
-      if (!has_dropout_ && !draws(out, options_.seed)) break;
+      if (!code_.dropout && !draws(out, options_.seed)) break;
     }
     return "";
   }
@@ -773,7 +787,7 @@ class Verifier {
   const VerifyOptions& options_;
   const double epsilon_;
   const std::string own_dtype_;
-  const bool has_dropout_;
+  const Code code_;
   const Clock::time_point started_;
   double limit_;                 // seconds for it all
   double step_ = 0;              // seconds of A's step with the inputs given; 0: not known yet

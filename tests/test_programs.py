@@ -442,7 +442,26 @@ class UsesCounts(nn.Module):
         return F.relu(y) + z
 
 
+class BlockWithAResidual(Norm):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class BlocksThatOverwriteTheirSums(nn.Module):
+    """A sum that is overwritten later is no argument of the calls before, although what was added to it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(BlockWithAResidual(), BlockWithAResidual())
+
+    def forward(self, x):
+        return self.blocks(F.relu(x * 2, inplace=True))
+
+
 PROGRAMS = [
+    BlocksThatOverwriteTheirSums,
     UnusedDropoutsThatAreOverwritten,
     TwoDrawsOfOneTensor,
     TwoDrawsOfOneAttention,
@@ -481,7 +500,7 @@ PROGRAMS = [
     WritesToWhatACallReturned,
     Norm,
 ]
-CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts"]
+CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts", "BlocksThatOverwriteTheirSums.blocks.?"]
 LEVELS = {
     "regions": [],
     "ops": ["--level", "ops"],
