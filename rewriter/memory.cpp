@@ -154,9 +154,10 @@ struct Frame {  // one at::RecordFunction that runs
   std::string name;
   int64_t sequence;
   at::RecordScope scope;
-  size_t ordinal = 0;             // of an op: how many of its name ran before
-  std::optional<size_t> span{};   // that it is
-  std::optional<Place> called{};  // of an op that calls a method: whose
+  size_t ordinal = 0;                  // of an op: how many of its name ran before
+  std::optional<size_t> span{};        // that it is
+  std::optional<Place> called{};       // of an op that calls a method: whose
+  std::optional<Origin> checkpoint{};  // of tsmem::checkpoint: where it is
 };
 thread_local std::vector<Frame> frames;
 
@@ -260,12 +261,22 @@ class Recorder : public c10::MemoryReportingInfoBase {
     // One whose tensors are in a tuple shows none.
     const auto node = calls_method(frames.back()) ? static_cast<int64_t>(at::sequence_number::peek()) : f.seqNr();
     if (node >= 0) by_sequence_[node] = origin;
+    if (frames.back().name == "tsmem::checkpoint") {
+      frames.back().sequence = node;
+      frames.back().checkpoint = origin;
+    }
   }
 
   void leave() {
     if (auto span = frames.back().span) {
       std::lock_guard lock(mutex_);
       spans_[*span].span.seconds = seconds_since(start_) - spans_[*span].span.t;
+    }
+    // Its autograd node is made last; those of the ops that it runs are gone by then.
+    if (frames.back().checkpoint) {
+      std::lock_guard lock(mutex_);
+      const auto end = static_cast<int64_t>(at::sequence_number::peek());
+      for (int64_t node = frames.back().sequence; node < end; ++node) by_sequence_[node] = *frames.back().checkpoint;
     }
     frames.pop_back();
   }

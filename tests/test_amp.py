@@ -379,6 +379,4 @@ def test_profile_sees_through_it(tmp_path):
     rows = {m["path"]: m for m in p["modules"]}
     assert rows["0.0"]["forward_seconds"] > 0 and rows["1.0"]["forward_seconds"] > 0
     # What runs again as a whole in backward is one node's, which is the module's.
-    if rows["1"]["backward_seconds"] == 0:
-        pytest.xfail("profile looks for tsmem::checkpoint's node before those of its method; it is made behind them now")
-    assert rows["1.0"]["backward_seconds"] == 0
+    assert rows["1"]["backward_seconds"] > 0 and rows["1.0"]["backward_seconds"] == 0
