@@ -22,6 +22,45 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// Of the same dtype and sizes, in the memory of one element; undefined where that can't be.
+static at::Tensor without_values(const at::Tensor& p) {
+  if (!p.defined() || p.layout() != at::kStrided || p.is_meta() || p.is_quantized()) return {};
+  at::NoGradGuard no_grad;
+  return at::zeros({1}, p.options()).expand(p.sizes()).set_requires_grad(p.requires_grad());
+}
+
+Copier::Copier(const Module& m, const std::string& device) : module_(m), device_(device) {
+  IValue::HashIdentityIValueMap replaced;
+  for (const auto& p : m.named_parameters())
+    if (auto hollow = without_values(p.value); hollow.defined()) {
+      replaced.emplace(p.value, std::move(hollow));
+      left_out_.insert(p.name);
+    }
+  Module(m._ivalue()->deepcopy(replaced)).save(bytes_);
+}
+
+Module Copier::operator()(const Module* values) {
+  bytes_.clear();
+  bytes_.seekg(0);
+  Module copy = torch::jit::load(bytes_, device_);
+  const auto tensors = [](const Module& m) {
+    std::map<std::string, at::Tensor> found;
+    for (const auto& p : m.named_parameters()) found.emplace(p.name, p.value.detach());
+    return found;
+  };
+  const auto own = tensors(module_);
+  const auto shared = values ? tensors(*values) : std::map<std::string, at::Tensor>();
+  for (const auto& p : copy.named_parameters()) {
+    if (!left_out_.count(p.name)) continue;
+    const at::Tensor& value = own.at(p.name);
+    const auto other = shared.find(p.name);
+    p.value.set_data(other != shared.end() && other->second.strides() == value.strides()
+                         ? other->second
+                         : value.to(device_, /*non_blocking=*/false, /*copy=*/true));
+  }
+  return copy;
+}
+
 void to_double(const Module& m) {
   for (const auto& sub : m.modules())
     for (auto& v : sub._ivalue()->slots())
@@ -212,7 +251,11 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     std::lock_guard lock(g.mutex());
     g.set_current_seed(seed);
   }
-  for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
+  std::map<std::string, int64_t> versions;
+  for (const auto& p : m.named_parameters()) {
+    p.value.mutable_grad() = at::Tensor();
+    versions[p.name] = p.value._version();
+  }
   at::AutoGradMode mode(grad);
   const auto start = Clock::now();
   if (grad && input_grad)
@@ -236,14 +279,19 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
     for (size_t i = 0; i < leaves.size(); ++i)
       if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
+    for (const auto& p : m.named_parameters())
+      if (p.value._version() != versions[p.name]) out.buffers.push_back({p.name, kept(p.value).clone()});
     for (const auto& b : m.named_buffers())
       out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
     for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
       out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
   } catch (const std::exception& e) {
     out.error = sentence(e);
-    return out;
   }
+  if (shares_parameters)
+    for (const auto& p : m.named_parameters())
+      if (p.value._version() != versions[p.name]) throw OverwritesParameter();
+  if (!out.error.empty()) return out;
   for (auto& g : generators) {
     std::lock_guard lock(g.mutex());
     out.random.push_back(g.get_state());

@@ -3,26 +3,32 @@
 #include <torch/csrc/jit/api/module.h>
 
 #include <algorithm>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
 
 namespace tsmem {
 
-// Makes copies that share nothing with the module, their compiled code included: the first call is a first call.
+// Makes copies that share no compiled code with the module: the first call is a first call. Parameters are most of a
+// large model, and few models overwrite them: they are not written and read again, and may be shared.
 class Copier {
  public:
-  Copier(const torch::jit::Module& m, const std::string& device) : device_(device) { m.save(bytes_); }
-  torch::jit::Module operator()() {
-    bytes_.clear();
-    bytes_.seekg(0);
-    return torch::jit::load(bytes_, device_);
-  }
+  Copier(const torch::jit::Module& m, const std::string& device);
+
+  // The copy's parameters share the memory of those of `values` that have the same names and strides. Others have the
+  // module's values in memory of their own.
+  torch::jit::Module operator()(const torch::jit::Module* values = nullptr);
 
  private:
+  const torch::jit::Module module_;
+  const c10::Device device_;
+  std::set<std::string> left_out_;  // parameters that are not in bytes_
   std::stringstream bytes_;
-  c10::Device device_;
 };
+
+// A run has overwritten a parameter that it may share with other copies.
+struct OverwritesParameter {};
 
 struct Named {
   std::string name;
@@ -33,7 +39,8 @@ struct Named {
 // What one call left behind.
 struct Outcome {
   std::string error;  // of the call that raised
-  std::vector<Named> outputs, gradients, buffers, inputs;
+  std::vector<Named> outputs, gradients, inputs;
+  std::vector<Named> buffers;      // and the parameters that it has overwritten
   std::vector<at::Tensor> random;  // generator states
   double seconds = 0;              // of forward and backward
 };
@@ -52,7 +59,9 @@ struct Errors {
 struct Run {
   std::string method;
   c10::Device device;
-  bool grad, input_grad, backward = true;
+  bool grad, input_grad;
+  bool shares_parameters = false;  // with other copies: then it throws OverwritesParameter where it overwrites one
+  bool backward = true;
 
   // Calls the method on copies of the inputs, and backward where there is something to differentiate. An exception is
   // in Outcome::error.

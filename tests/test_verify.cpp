@@ -107,6 +107,22 @@ TEST(Verify, ChangedWeights) {
   EXPECT_FALSE(check(net(), b).state_dict_equal);
 }
 
+TEST(Verify, OverwrittenParameters) {
+  const std::string line = "  y = torch.conv2d(x, self.weight, self.bias)\n";
+  const auto scaled = with(kNet, line, "  self.gamma.detach().mul_(0.5)\n" + line);
+  const Module a = net(scaled);
+  const auto before = a.attr("gamma").toTensor().clone();
+  EXPECT_TRUE(check(a, net(scaled)).equal);
+  EXPECT_TRUE(a.attr("gamma").toTensor().equal(before));
+  // Also where it leaves its results as they are, and in a single call.
+  auto once = quick();
+  once.calls = once.seeds = 1;
+  const auto alone = with(kNet, "  return torch.tanh(y)", "  self.bias.detach().mul_(0.5)\n  return torch.tanh(y)");
+  EXPECT_FALSE(verify(a, net(), image(), once).equal);
+  EXPECT_FALSE(verify(net(), net(alone), image(), once).equal);
+  EXPECT_TRUE(verify(net(alone), net(alone), image(), once).equal);
+}
+
 TEST(Verify, ChangedMathematics) {
   expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y)")), "In float64 in train mode the models differ");
   expect_unequal(net(with(kNet, "1e-5", "1.01e-5")), "In float64");
