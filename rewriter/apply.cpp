@@ -7,6 +7,8 @@
 #include <set>
 #include <unordered_set>
 
+#include "rewriter/unused_norms.h"
+
 namespace tsmem {
 
 using namespace torch::jit;
@@ -325,6 +327,7 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
+  keep_unused_norms(source, copy);
   number_names(*copy.graph);
   // The check takes seconds for thousands of branches, as each looks at all nodes.
   const auto nodes = copy.graph->nodes();

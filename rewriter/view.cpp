@@ -10,6 +10,8 @@
 
 #include <unordered_set>
 
+#include "rewriter/unused_norms.h"
+
 namespace tsmem {
 
 using namespace torch::jit;
@@ -289,9 +291,7 @@ static std::unordered_set<const Node*> all_nodes(Block* block) {
 static void hold_norms(Block* block, std::vector<Node*>& held) {
   for (Node* n : block->nodes()) {
     for (Block* b : n->blocks()) hold_norms(b, held);
-    if (n->kind() != aten::batch_norm && n->kind() != aten::instance_norm) continue;
-    const auto training = toIValue(n->input(5));
-    if (n->input(3)->type()->kind() == NoneType::Kind || (training && !training->toBool())) continue;
+    if (!updates_statistics(n)) continue;
     WithInsertPoint inside(n->addBlock());
     n->blocks()[0]->registerOutput(n->owningGraph()->insertConstant(0));
     n->owningGraph()->insertNode(n->owningGraph()->create(prim::Print, 0));

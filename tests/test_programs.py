@@ -236,6 +236,14 @@ class UnusedNormInAList(Norm):
         return F.relu(both[0])
 
 
+class UnusedActivationOfANorm(Norm):
+    # The activation is a function of PyTorch's, which leaves nothing of itself; the norm runs, for its statistics.
+    def forward(self, x):
+        y = torch.batch_norm(x, self.norm.weight, self.norm.bias, self.norm.running_mean, self.norm.running_var, self.training, 0.1, 1e-5, False)
+        y = F.elu(y, 0.5)
+        return F.max_pool2d(x, 3, 1, 1, return_indices=True)[0]
+
+
 class UnusedNormInATuple(Norm):
     def forward(self, x):
         y = self.conv(x)
@@ -467,6 +475,7 @@ PROGRAMS = [
     TwoDrawsOfOneAttention,
     UsesCounts,
     UnusedNormInAList,
+    UnusedActivationOfANorm,
     UnusedNormInATuple,
     UnusedNormInADictionary,
     NormBehindAList,
