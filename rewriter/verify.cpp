@@ -379,7 +379,9 @@ class Verifier {
                                          in_mode(mode), raised));
     const bool again = kept_[1][0].has_value() && !whole_;
     Module &a64 = runs_in(a_, mode, true), &b64 = runs_in(b_, mode, true);
-    const StateGuard guards[] = {StateGuard(a, &a_), StateGuard(b, &b_), StateGuard(a64, &a_), StateGuard(b64, &b_)};
+    std::vector<std::unique_ptr<StateGuard>> guards;
+    for (Module* m : {&a, &b, &a64, &b64})
+      guards.push_back(std::make_unique<StateGuard>(*m, m == &a || m == &a64 ? &a_ : &b_));
     bool f64 = true;
     const auto narrow = [&](const std::string& raised) {
       f64 = false;
@@ -391,6 +393,7 @@ class Verifier {
     std::vector<double> ratios[3];
     double f64_worst = 0;
     Errors direct, reference;  // B's worst against A, and against A in float64
+    int worst_call = 0, worst_f64_call = 0;
     Compared compared{name_of(mode), at.given, described(at.inputs), 0, {own_dtype_}};
     const int reported = options_.calls > 0 ? options_.calls : 4;
     const bool more = mode != Mode::no_grad && (whole_ || options_.seeds > 0);
@@ -435,6 +438,7 @@ class Verifier {
               c + 1, in_mode(mode)));
       }
       auto e = errors(rb, ra);
+      if (!f64 && e.worst() > direct.worst()) worst_call = c;
       direct.add(e);
       CallResult call{name_of(mode), e.output, e.gradient, e.buffer, kNaN, {kNaN, kNaN}, {kNaN, kNaN}, {kNaN, kNaN}};
       if (f64) {
@@ -457,7 +461,9 @@ class Verifier {
           note(fmt::format("How many random numbers are drawn depends on rounding {}: in float64 both draw the same.",
                            in_mode(mode)));
         call.f64_error = errors(db, da).worst();
+        if (call.f64_error > f64_worst) worst_f64_call = c;
         f64_worst = std::max(f64_worst, call.f64_error);
+        if (eb.worst() > reference.worst()) worst_call = c;
         reference.add(eb);
         double pairs[3][2] = {{ea.output, eb.output}, {ea.gradient, eb.gradient}, {ea.buffer, eb.buffer}};
         for (int k : {0, 1}) {
@@ -473,7 +479,8 @@ class Verifier {
     }
     if (f64 && own_dtype_ != "float64") compared.dtypes.emplace_back("float64");
     add(std::move(compared), direct);
-    judge(mode, at, f64, f64_worst, f64 ? reference : direct, ratios);
+    guards.clear();
+    judge(mode, at, f64, f64_worst, f64 ? reference : direct, {worst_call, worst_f64_call}, ratios);
     return true;
   }
 
@@ -594,16 +601,20 @@ class Verifier {
     only(in_b, in_a, r_.gradients_only_in_b);
   }
 
-  // `worst` of B's calls: against A in float64 where it runs there, else against A.
+  // `worst` of B's calls, and which that was, in its own dtype and in float64: against A in float64 where it runs
+  // there, else against A.
   void judge(Mode mode, const Start& at, bool f64, double f64_worst, const Errors& worst,
-             std::vector<double> (&ratios)[3]) {
+             std::pair<int, int> worst_call, std::vector<double> (&ratios)[3]) {
     if (f64) {
       f64_worst_ = std::max(f64_worst_, f64_worst);
       compared_in_f64_ = true;
       if (f64_worst > kF64Limit) {
         // The spread knows nothing of a fault in one of several calls.
-        const auto s = spread(mode, at, true, true);
-        if (s.second.worst() <= 2 * s.own.worst() && f64_worst <= kOneCall * s.worst.worst())
+        const auto enough = [&](const Spread& s) {
+          return s.second.worst() <= 2 * s.own.worst() && f64_worst <= kOneCall * s.worst.worst();
+        };
+        const auto s = spread(mode, at, true, true, worst_call.second, enough);
+        if (enough(s))
           note(
               fmt::format("In float64 {} the models differ by {:.1e}, within the first model's own spread between "
                           "layouts, thread counts and calls ({:.1e}).",
@@ -625,23 +636,30 @@ class Verifier {
       double limit = 16 * epsilon_;
       if (worst.worst() <= limit) return;
     }
-    const auto s = spread(mode, at, f64, false);
-    const double floor = 4 * epsilon_;
-    const std::tuple<const char*, double, double, double, double> all[] = {
-        {"outputs", s.second.output, s.own.output, worst.output, s.worst.output},
-        {"gradients", s.second.gradient, s.own.gradient, worst.gradient, s.worst.gradient},
-        {"buffers", s.second.buffer, s.own.buffer, worst.buffer, s.worst.buffer}};
-    bool accepted = true;
-    for (const auto& [what, second, own, one, most] : all) {
-      const bool all_calls = second > 2 * std::max(own, floor);
-      if (!all_calls && one <= kOneCall * std::max(most, floor)) continue;
-      accepted = false;
+    // Which of B's errors A's own spread does not explain: what, B's error, A's own.
+    using Unexplained = std::vector<std::tuple<const char*, double, double>>;
+    const auto unexplained = [&](const Spread& s) {
+      const double floor = 4 * epsilon_;
+      const std::tuple<const char*, double, double, double, double> all[] = {
+          {"outputs", s.second.output, s.own.output, worst.output, s.worst.output},
+          {"gradients", s.second.gradient, s.own.gradient, worst.gradient, s.worst.gradient},
+          {"buffers", s.second.buffer, s.own.buffer, worst.buffer, s.worst.buffer}};
+      Unexplained found;
+      for (const auto& [what, second, own, one, most] : all)
+        if (second > 2 * std::max(own, floor))
+          found.emplace_back(what, second, own);
+        else if (one > kOneCall * std::max(most, floor))
+          found.emplace_back(what, one, most);
+      return found;
+    };
+    const auto found = unexplained(
+        spread(mode, at, f64, false, worst_call.first, [&](const Spread& s) { return unexplained(s).empty(); }));
+    for (const auto& [what, error, own] : found)
       differs(
           fmt::format("The second model's {} are off by {:.1e} {}, the first model's own by at most {:.1e} between "
                       "layouts, thread counts and calls.",
-                      what, all_calls ? second : one, in_mode(mode), all_calls ? own : most));
-    }
-    if (accepted)
+                      what, error, in_mode(mode), own));
+    if (found.empty())
       note(
           fmt::format("Errors {} were accepted because they are within the first model's own spread between layouts, "
                       "thread counts and calls.",
@@ -676,66 +694,96 @@ class Verifier {
     return found;
   }
 
-  // Medians over the seeds of B's error and of the worst error among A's variants: other thread count, other memory
-  // format, inputs changed in their last digit. Against A in float64 (or A itself); `wide`: all in float64.
-  Spread spread(Mode mode, const Start& at, bool f64, bool wide) {
+  // Medians over the seeds of B's error and of the worst error among A's variants: inputs changed in their last digit,
+  // other thread count, other memory format, a first call. Against A in float64 (or A itself); `wide`: all in float64.
+  // B's worst call comes first, as some inputs make any difference a large one. All but the whole check end where the
+  // spread is enough.
+  Spread spread(Mode mode, const Start& at, bool f64, bool wide, int worst_call,
+                const std::function<bool(const Spread&)>& enough) {
     const auto& run = at.run;
-    auto reference = copy(a_, mode, f64), a = copy(a_, mode, wide), b = copy(b_, mode, wide),
-         last = copy(a_, mode, wide);
-    for (const auto& m : last.modules())
-      for (auto& v : m._ivalue()->slots())
-        if (v.isTensor() && v.toTensor().defined()) v.toTensor().set_data(channels_last(v.toTensor().detach()));
-    settle(reference, run, f64 ? in_double(at.inputs) : at.inputs);
-    for (auto* m : {&a, &last}) settle(*m, run, wide ? in_double(at.inputs) : at.inputs);
-    double e = wide ? std::numeric_limits<double>::epsilon() : epsilon_;
-    std::vector<double> mine[3], theirs[3];
+    const auto in = [&](const std::vector<IValue>& v, bool d) { return d ? in_double(v) : v; };
+    const auto ready = [&](const Module& m, bool d, bool settled) {
+      if (!whole_) return runs_in(m, mode, d);
+      auto c = copy(m, mode, d);
+      if (settled) settle(c, run, in(at.inputs, d));
+      return c;
+    };
+    Module reference = ready(a_, f64, true), a = ready(a_, wide, true), b = ready(b_, wide, false);
+    std::optional<Module> last;  // its weights too in channels_last
+    const double e = wide ? std::numeric_limits<double>::epsilon() : epsilon_;
+    std::vector<Errors> mine, theirs;
+    const auto result = [&] {
+      const auto of = [](const std::vector<Errors>& all, double (*choose)(std::vector<double>)) {
+        std::vector<double> v[3];
+        for (const Errors& one : all) {
+          v[0].push_back(one.output);
+          v[1].push_back(one.gradient);
+          v[2].push_back(one.buffer);
+        }
+        return Errors{choose(v[0]), choose(v[1]), choose(v[2])};
+      };
+      const auto most = [](std::vector<double> v) { return *std::max_element(v.begin(), v.end()); };
+      return Spread{of(theirs, median), of(mine, median), of(mine, most)};
+    };
+    std::vector<int> calls = {worst_call};
+    for (int c = 0; static_cast<int>(calls.size()) < seeds(); ++c)
+      if (c != worst_call) calls.push_back(c);
     double seconds = 0;  // of one seed
-    for (int s = 0; s < seeds(); ++s) {
-      if (s && !whole_ && seconds > left()) break;
+    for (const int c : calls) {
+      if (c != worst_call && !whole_ && seconds > left()) break;
       const double started = elapsed();
-      say(fmt::format("{}: own spread, seed {} of {}", name_of(mode), s + 1, seeds()));
-      auto seed = options_.seed + static_cast<uint64_t>(s);
-      auto inputs = vary(at.inputs, s, std::ldexp(1.0, -10), options_.seed);
-      auto in = [&](const std::vector<IValue>& v, bool d) { return d ? in_double(v) : v; };
-      auto one = [&](Module& m, const std::vector<IValue>& v) {
-        StateGuard guard(m, &m == &b ? &b_ : &a_);
+      say(fmt::format("{}: own spread, seed {} of {}", name_of(mode), mine.size() + 1, seeds()));
+      const auto seed = options_.seed + static_cast<uint64_t>(c);
+      const auto inputs = vary(at.inputs, c, std::ldexp(1.0, -10), options_.seed), own = in(inputs, wide);
+      const auto one = [&](Module& m, const std::vector<IValue>& v, bool is_b = false) {
+        StateGuard guard(m, is_b ? &b_ : &a_);
         return run(m, v, seed);
       };
-      auto ref = one(reference, in(inputs, f64));
-      auto other = errors(one(b, in(inputs, wide)), ref);
-      Errors most;
-      auto add = [&](const Outcome& o) {
-        if (!o.error.empty()) return;  // a variant that does not run (a view on channels_last) says nothing
-        most.add(errors(o, ref));
+      const auto ref = one(reference, in(inputs, f64));
+      theirs.push_back(errors(one(b, own, true), ref));
+      mine.emplace_back();
+      const std::function<Outcome()> variants[] = {
+          [&] { return one(a, own); },
+          [&] { return one(a, vary(own, 1, e, seed + 1)); },
+          [&] {
+            const int threads = at::get_num_threads();
+            at::set_num_threads(threads == 1 ? 2 : 1);
+            auto out = one(a, own);
+            at::set_num_threads(threads);
+            return out;
+          },
+          [&] {
+            if (!last) {
+              last = copy(a_, mode, wide);
+              for (const auto& m : last->modules())
+                for (auto& v : m._ivalue()->slots())
+                  if (v.isTensor() && v.toTensor().defined())
+                    v.toTensor().set_data(channels_last(v.toTensor().detach()));
+              if (whole_) settle(*last, run, in(at.inputs, wide));
+            }
+            std::vector<IValue> formatted;
+            for (auto& v : own) formatted.push_back(map_tensors(v, channels_last));
+            return one(*last, formatted);
+          },
+          [&] {
+            // TorchScript differentiates by itself from the second call on, with other constants than the kernels have
+            // (a sixth in float32 in that of hardsigmoid: 3e-8). Not where the first call may draw other random
+            // numbers: that would excuse anything.
+            auto first = copy(a_, mode, wide);
+            auto out = run(first, own, seed);
+            if (out.error.empty() && !(wide ? errors(out, ref).worst() < 1e-6 : !draws(out, seed)))
+              out.error = "draws otherwise";
+            return out;
+          },
       };
-      add(one(a, in(inputs, wide)));
-      {
-        // TorchScript differentiates by itself from the second call on, with other constants than the kernels have (a
-        // sixth in float32 in that of hardsigmoid: 3e-8). Not where the first call may draw other random numbers: that
-        // would excuse anything.
-        auto first = copy(a_, mode, wide);
-        auto out = run(first, in(inputs, wide), seed);
-        if (out.error.empty() && (wide ? errors(out, ref).worst() < 1e-6 : !draws(out, seed))) add(out);
-      }
-      int threads = at::get_num_threads();
-      at::set_num_threads(threads == 1 ? 2 : 1);
-      add(one(a, in(inputs, wide)));
-      at::set_num_threads(threads);
-      std::vector<IValue> formatted;
-      for (auto& v : in(inputs, wide)) formatted.push_back(map_tensors(v, channels_last));
-      add(one(last, formatted));
-      add(one(a, vary(in(inputs, wide), 1, e, seed + 1)));
-      double m[3] = {most.output, most.gradient, most.buffer}, t[3] = {other.output, other.gradient, other.buffer};
-      for (int q = 0; q < 3; ++q) {
-        mine[q].push_back(m[q]);
-        theirs[q].push_back(t[q]);
+      for (const auto& variant : variants) {
+        // A variant that does not run (a view on channels_last) says nothing.
+        if (const auto out = variant(); out.error.empty()) mine.back().add(errors(out, ref));
+        if (!whole_ && enough(result())) return result();
       }
       seconds = elapsed() - started;
     }
-    const auto most = [](const std::vector<double>& v) { return *std::max_element(v.begin(), v.end()); };
-    return {{median(theirs[0]), median(theirs[1]), median(theirs[2])},
-            {median(mine[0]), median(mine[1]), median(mine[2])},
-            {most(mine[0]), most(mine[1]), most(mine[2])}};
+    return result();
   }
 
   // Memory and time of a step with the inputs given. In the whole check after three warm-up steps, times as medians of
