@@ -320,6 +320,8 @@ class Matcher {
     for (size_t i = 0; i < a.nodes.size(); ++i)
       if (a.ops[i].in_place)
         if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
+    if (gives_its_input(anchor) && overwritten(anchor->output()))
+      return fmt::format("{} drops nothing, and its result, which is its argument, is overwritten", name_of(anchor));
     if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
     for (const std::string& name : rule.rule->intact) {
       Attempt kept = a;
@@ -327,6 +329,23 @@ class Matcher {
       if (auto reason = written_later(kept); !reason.empty()) return reason;
     }
     return disturbed(a);
+  }
+
+  // A dropout with p = 0. TorchScript's own makes a tensor where it differentiates it: what overwrites that may be what
+  // a view must not be given to.
+  static bool gives_its_input(const Node* n) {
+    static const std::set<Symbol> dropouts = {aten::dropout, aten::feature_dropout, aten::alpha_dropout,
+                                              aten::feature_alpha_dropout};
+    if (!dropouts.count(n->kind())) return false;
+    const auto p = toIValue(n->input(1));
+    return p && p->isDouble() && p->toDouble() == 0;
+  }
+
+  static bool overwritten(const Value* v) {
+    return std::any_of(v->uses().begin(), v->uses().end(), [](const Use& use) {
+      const FunctionSchema* schema = use.user->maybeSchema();
+      return schema && schema->is_mutable() && use.offset == 0;
+    });
   }
 
   // Why an op of the rewrite takes none of the bound values in some place: padding="same" where a list belongs.

@@ -236,6 +236,17 @@ class UnusedNormInAList(Norm):
         return F.relu(both[0])
 
 
+class OverwritesWhatADropoutOfNothingGives(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(4), nn.Dropout(0.0)
+
+    def forward(self, x):
+        y = self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = self.dropout(y)
+        return F.relu6(y, inplace=True) + F.silu(x)
+
+
 class UnusedActivationOfANorm(Norm):
     # The activation is a function of PyTorch's, which leaves nothing of itself; the norm runs, for its statistics.
     def forward(self, x):
@@ -476,6 +487,7 @@ PROGRAMS = [
     UsesCounts,
     UnusedNormInAList,
     UnusedActivationOfANorm,
+    OverwritesWhatADropoutOfNothingGives,
     UnusedNormInATuple,
     UnusedNormInADictionary,
     NormBehindAList,
