@@ -8,7 +8,7 @@
 #include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
-#include "rewriter/milp.h"
+#include "rewriter/plan/milp.h"
 #include "rewriter/model_file.h"
 #include "run_options.h"
 #include "timeline.h"

@@ -16,7 +16,7 @@
 #include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
-#include "rewriter/milp.h"
+#include "rewriter/plan/milp.h"
 #include "rewriter/model_file.h"
 #include "rewriter/rewrite.h"
 #include "rewriter/text.h"

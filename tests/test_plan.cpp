@@ -1,8 +1,8 @@
 // The solver's wrapper, and sites that plans choose from.
 #include <gtest/gtest.h>
 
-#include "rewriter/milp.h"
-#include "rewriter/plan.h"
+#include "rewriter/plan/milp.h"
+#include "rewriter/plan/planner.h"
 #include "rewriter/rewrite.h"
 
 namespace tsmem {

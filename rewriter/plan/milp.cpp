@@ -1,4 +1,4 @@
-#include "rewriter/milp.h"
+#include "rewriter/plan/milp.h"
 
 #include <algorithm>
 #include <cmath>
