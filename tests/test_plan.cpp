@@ -31,6 +31,15 @@ TEST(Milp, SaysWhereThereIsNoSolution) {
   EXPECT_FALSE(solve(p, 10, 0).found);
 }
 
+TEST(Milp, HasAnAnswerWithoutColumns) {
+  Milp p;
+  p.rows.push_back({{}, 1});
+  EXPECT_TRUE(solve(p, 10, 0).found);
+  p.rows.push_back({{}, -1});
+  EXPECT_FALSE(solve(p, 10, 0).found);
+  EXPECT_TRUE(solve(p, 10, 0).infeasible);
+}
+
 TEST(Milp, StartsFromWhatItIsGiven) {
   Milp p;
   std::vector<double> start;

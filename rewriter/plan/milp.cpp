@@ -31,7 +31,16 @@ constexpr int kMinimise = 1, kRowwise = 2, kOptimal = 7, kInfeasible = 8, kUnbou
               kFeasibleSolution = 2;
 }
 
+// HiGHS has no answer to a problem without columns.
+static MilpSolution without_columns(const Milp& problem) {
+  MilpSolution s;
+  s.found = std::all_of(problem.rows.begin(), problem.rows.end(), [](const Milp::Row& r) { return r.limit >= 0; });
+  s.infeasible = !s.found;
+  return s;
+}
+
 MilpSolution solve(const Milp& problem, double seconds, double gap, const std::vector<double>& start) {
+  if (problem.columns.empty()) return without_columns(problem);
   const std::unique_ptr<void, void (*)(void*)> model(Highs_create(), Highs_destroy);
   void* m = model.get();
   const size_t columns = problem.columns.size(), rows = problem.rows.size();
