@@ -171,15 +171,15 @@ MilpSolution solve_from(const Program& program, const std::vector<bool>& begin, 
 }
 
 // The solver's choice. What it left open is as in `begin`.
-Choice solved_choice(const StepModel& model, const Program& program, const MilpSolution& solution,
-                     std::vector<bool> begin) {
+PlanChoice solved_choice(const StepModel& model, const Program& program, const MilpSolution& solution,
+                         std::vector<bool> begin) {
   for (size_t s = 0; s < begin.size(); ++s)
     if (program.site[s] >= 0) begin[s] = solution.values[program.site[s]] > 0.5;
   return {std::move(begin), solution.gap / model.seconds, true};
 }
 
 // Without an answer nothing is known but that recomputing something takes time.
-Choice unsolved_choice(const StepModel& model, std::vector<bool> choice) {
+PlanChoice unsolved_choice(const StepModel& model, std::vector<bool> choice) {
   const std::vector<bool> nothing(model.sites.size());
   const double gap = (predicted_seconds(model, choice) - predicted_seconds(model, nothing)) / model.seconds;
   return {std::move(choice), gap, false};
@@ -187,8 +187,8 @@ Choice unsolved_choice(const StepModel& model, std::vector<bool> choice) {
 
 }  // namespace
 
-std::optional<Choice> fastest_choice(const StepModel& model, double budget, const std::vector<bool>& known,
-                                     const SolverLimits& limits) {
+std::optional<PlanChoice> fastest_choice(const StepModel& model, double budget, const std::vector<bool>& known,
+                                         const SolverLimits& limits) {
   const Program program(model, budget);
   std::vector<bool> begin = greedy_choice(model, budget);
   if (!known.empty() && predicted_seconds(model, known) < predicted_seconds(model, begin)) begin = known;
@@ -197,8 +197,8 @@ std::optional<Choice> fastest_choice(const StepModel& model, double budget, cons
   return s.found ? solved_choice(model, program, s, begin) : unsolved_choice(model, begin);
 }
 
-std::optional<Choice> smallest_choice(const StepModel& model, const std::vector<bool>& begin,
-                                      const SolverLimits& limits) {
+std::optional<PlanChoice> smallest_choice(const StepModel& model, const std::vector<bool>& begin,
+                                          const SolverLimits& limits) {
   const Program program(model, std::nullopt);
   const std::vector<bool> first = begin.empty() ? greedy_choice(model, 0) : begin;
   int64_t peak = 0;

@@ -8,7 +8,7 @@
 
 namespace tsmem {
 
-struct Choice {
+struct PlanChoice {
   std::vector<bool> recomputed;  // of every site
   double gap = 0;                // the choice is at most this fraction of a step slower than the best, by the model
   bool solved = false;           // by the solver; else the greedy one
@@ -22,12 +22,12 @@ struct SolverLimits {
 // The choice with the least predicted seconds whose predicted peak is at most `budget` bytes. Nothing where the solver
 // has proven that there is none; the greedy choice where it finds none in its time, or where the program is too large
 // for it. `known`: a choice that fits, to begin with; empty: none.
-std::optional<Choice> fastest_choice(const StepModel& model, double budget, const std::vector<bool>& known,
-                                     const SolverLimits& limits);
+std::optional<PlanChoice> fastest_choice(const StepModel& model, double budget, const std::vector<bool>& known,
+                                         const SolverLimits& limits);
 
 // The choice with the smallest predicted peak. `begin`: a choice to begin with; empty: none.
-std::optional<Choice> smallest_choice(const StepModel& model, const std::vector<bool>& begin,
-                                      const SolverLimits& limits);
+std::optional<PlanChoice> smallest_choice(const StepModel& model, const std::vector<bool>& begin,
+                                          const SolverLimits& limits);
 
 // Without a solver: a choice whose predicted peak is at most `budget`, or the one with the smallest peak that was
 // found where none of those tried is.

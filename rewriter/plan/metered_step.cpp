@@ -74,7 +74,7 @@ class MeteredStep : public StepObserver {
   void started() override {
     reports_.emplace(meter);
     meter->mark(0, false);
-    set_journal(&journal_);
+    noting_.emplace(journal_);
   }
   void forward_done(const c10::IValue& output) override {
     std::set<const void*> exclude;
@@ -96,12 +96,13 @@ class MeteredStep : public StepObserver {
 
  private:
   void stop() {
-    set_journal(nullptr);
+    noting_.reset();
     reports_.reset();
   }
   Journal& journal_;
   const std::function<void()>& at_forward_end_;
   std::optional<AllocatorReports> reports_;
+  std::optional<JournalGuard> noting_;
 };
 
 }  // namespace

@@ -41,14 +41,14 @@ static Error not_estimated(const Error& e) {
                                           : text.substr(begin, end - begin) + " has no shape function"));
 }
 
-// A choice that was measured.
-struct Measured {
-  std::vector<bool> recomputed;
-  StepMemory memory;
-  double seconds;  // predicted
-};
-
 struct Planner::Impl {
+  // A choice that was measured.
+  struct Measured {
+    std::vector<bool> recomputed;
+    StepMemory memory;
+    double seconds;  // predicted
+  };
+
   Module module;
   std::vector<c10::IValue> inputs;
   PlanOptions options;
@@ -65,7 +65,7 @@ struct Planner::Impl {
   StepMemory measure_choice(const std::vector<bool>& recomputed);
   const Measured& try_choice(const std::vector<bool>& recomputed);
   template <class Solve>
-  std::optional<Choice> timed(Solve solve);
+  std::optional<PlanChoice> timed(Solve solve);
   const Measured* best(int64_t budget) const;
   PlanPoint point(const Measured& m, int64_t budget, double gap) const;
 };
@@ -77,7 +77,7 @@ StepMemory Planner::Impl::measure_choice(const std::vector<bool>& recomputed) {
 }
 
 // Measures a choice once; what it needs beyond what is predicted is noted in the model, each time.
-const Measured& Planner::Impl::try_choice(const std::vector<bool>& recomputed) {
+const Planner::Impl::Measured& Planner::Impl::try_choice(const std::vector<bool>& recomputed) {
   auto m = std::find_if(measured.begin(), measured.end(),
                         [&](const Measured& other) { return other.recomputed == recomputed; });
   if (m == measured.end()) {
@@ -94,7 +94,7 @@ const Measured& Planner::Impl::try_choice(const std::vector<bool>& recomputed) {
 }
 
 template <class Solve>
-std::optional<Choice> Planner::Impl::timed(Solve solve) {
+std::optional<PlanChoice> Planner::Impl::timed(Solve solve) {
   const auto start = std::chrono::steady_clock::now();
   auto choice = solve();
   solving += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -103,7 +103,7 @@ std::optional<Choice> Planner::Impl::timed(Solve solve) {
 }
 
 // The fastest that was measured and fits.
-const Measured* Planner::Impl::best(int64_t budget) const {
+const Planner::Impl::Measured* Planner::Impl::best(int64_t budget) const {
   const Measured* found = nullptr;
   for (const Measured& m : measured)
     if (m.memory.peak <= budget && (!found || m.seconds < found->seconds)) found = &m;
@@ -164,7 +164,7 @@ PlanPoint Planner::plan(int64_t budget) {
   for (int i = 0; i < 8; ++i) {
     impl_->say("planning: solving");
     const double limit = static_cast<double>(budget) - margin;
-    const Measured* known = impl_->best(static_cast<int64_t>(limit));
+    const Impl::Measured* known = impl_->best(static_cast<int64_t>(limit));
     const auto choice = impl_->timed([&] {
       return fastest_choice(impl_->model(), limit, known ? known->recomputed : std::vector<bool>(),
                             impl_->options.solver);
@@ -172,7 +172,7 @@ PlanPoint Planner::plan(int64_t budget) {
     if (!choice) break;
     gap = choice->gap;
     const size_t before = impl_->measured.size();
-    const Measured& m = impl_->try_choice(choice->recomputed);
+    const Impl::Measured& m = impl_->try_choice(choice->recomputed);
     const auto over = static_cast<double>(m.memory.peak - budget);
     if (over <= 0) break;
     // The same choice again: the corrections did not tell.
@@ -181,7 +181,7 @@ PlanPoint Planner::plan(int64_t budget) {
       margin += over;
     }
   }
-  if (const Measured* m = impl_->best(budget)) return impl_->point(*m, budget, gap);
+  if (const Impl::Measured* m = impl_->best(budget)) return impl_->point(*m, budget, gap);
   const PlanPoint least = smallest();
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
   throw Error(kBudget,
@@ -200,7 +200,7 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
   // A plan that was found for one budget serves all larger ones, so all are made before any is chosen.
   std::vector<double> gaps;
   for (int64_t b : budgets) gaps.push_back(plan(b).gap);
-  for (const Measured& m : impl_->measured) budgets[0] = std::min(budgets[0], m.memory.peak);
+  for (const Impl::Measured& m : impl_->measured) budgets[0] = std::min(budgets[0], m.memory.peak);
   std::vector<PlanPoint> points;
   for (size_t i = 0; i < budgets.size(); ++i)
     points.push_back(impl_->point(*impl_->best(budgets[i]), budgets[i], gaps[i]));
