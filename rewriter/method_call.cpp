@@ -4,6 +4,8 @@ namespace tsmem {
 
 using namespace torch::jit;
 
+bool calls_method(std::string_view op) { return op == "tsmem::checkpoint" || op == "tsmem::autocast"; }
+
 Value* insert_method_call(Graph& g, const char* op, Value* self, const std::string& method,
                           at::ArrayRef<Value*> arguments, const std::vector<std::string>& more,
                           const c10::TypePtr& type) {

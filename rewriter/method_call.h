@@ -3,9 +3,13 @@
 #include <torch/csrc/jit/ir/ir.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tsmem {
+
+// Whether an operator is one of these, in which the operators of a method run.
+bool calls_method(std::string_view op);
 
 // Inserts op(self, method, (arguments), more) and returns it as a value of `type`, the method's result type: the
 // operator's own is Any.

@@ -176,7 +176,7 @@ StepModel model_of(const std::vector<Site>& sites, const Notes& notes, const Ste
 }  // namespace
 
 TrialStep::TrialStep(torch::jit::Module& module, std::vector<Site> all_sites, const std::vector<c10::IValue>& inputs,
-                     const ProfileOptions& run)
+                     const StepOptions& run)
     : sites(std::move(all_sites)), step(module, inputs, run) {
   for (const Site& s : sites) owners.push_back(submodule(module, s.module));
 }

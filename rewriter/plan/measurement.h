@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "rewriter/memory.h"
+#include "rewriter/measure/training_step.h"
 #include "rewriter/plan/metered_step.h"
 #include "rewriter/plan/step_model.h"
 #include "rewriter/rewrite.h"
@@ -17,7 +17,7 @@ namespace tsmem {
 // A training step of a module that was rewritten at Level::plan, to be run under one choice after another.
 struct TrialStep {
   TrialStep(torch::jit::Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
-            const ProfileOptions& run);
+            const StepOptions& run);
 
   // Writes a choice into the module, for a journal: an attribute's magnitude tells its site, the sign the choice.
   void choose(const std::vector<bool>& recomputed);

@@ -6,60 +6,52 @@
 #include <utility>
 
 #include "rewriter/inputs.h"
+#include "rewriter/measure/allocator.h"
 
 namespace tsmem {
 namespace {
 
 // The peak of live bytes in every slot.
-class Meter : public c10::MemoryReportingInfoBase {
+class Meter : public AllocatorListener {
  public:
-  // device: without an index all of its kind count.
-  explicit Meter(c10::Device device) : device_(device) {}
-  bool memoryProfilingEnabled() const override { return true; }
-  void reportMemoryUsage(void* ptr, int64_t bytes, size_t, size_t, c10::Device device) override {
-    if (device.type() != device_.type() || (device_.has_index() && device != device_) || bytes == 0) return;
-    std::lock_guard lock(mutex_);
-    if (paused || done_) return;
-    if (bytes > 0)
-      live_[ptr] = bytes;
-    else
-      live_.erase(ptr);
-    now_ += bytes;
-    peak_ = std::max(peak_, now_);
-  }
+  using AllocatorListener::AllocatorListener;
   // A new slot begins.
   void mark(int at, bool backward) {
     std::lock_guard lock(mutex_);
-    if (done_) return;
     end_slot();
     slots.push_back({at, backward, 0});
   }
   void finish() {
     std::lock_guard lock(mutex_);
     end_slot();
-    done_ = true;
   }
   // Of live blocks, without those at `exclude`.
   int64_t live(const std::set<const void*>& exclude) {
     std::lock_guard lock(mutex_);
     int64_t sum = 0;
-    for (const auto& [ptr, bytes] : live_) sum += exclude.count(ptr) ? 0 : bytes;
+    for (const auto& [block, bytes] : live_) sum += exclude.count(block) ? 0 : bytes;
     return sum;
   }
 
   std::vector<StepModel::Slot> slots;
   int64_t highest = 0;
-  bool paused = false;
 
  private:
+  void reported(const void* block, int64_t bytes) override {
+    std::lock_guard lock(mutex_);
+    if (bytes > 0)
+      live_[block] = bytes;
+    else
+      live_.erase(block);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+  }
   void end_slot() {
     if (!slots.empty()) slots.back().peak = peak_;
     highest = std::max(highest, peak_);
     peak_ = now_;
   }
-  const c10::Device device_;
   std::mutex mutex_;
-  bool done_ = false;
   int64_t now_ = 0, peak_ = 0;
   std::map<const void*, int64_t> live_;
 };
@@ -85,7 +77,7 @@ class MeteredStep : public StepObserver {
     meter->mark(static_cast<int>(journal_.values.size()), true);
     if (at_forward_end_) at_forward_end_();
   }
-  void pause(bool on) override { meter->paused = on; }
+  void pause(bool on) override { meter->pause(on); }
   void backward_done() override {
     meter->finish();
     stop();

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "ops/recompute.h"
-#include "rewriter/memory.h"
+#include "rewriter/measure/training_step.h"
 #include "rewriter/plan/step_model.h"
 
 namespace tsmem {

@@ -23,8 +23,8 @@ void set_choice(const Module& module, const std::vector<Site>& sites, const std:
     submodule(module, sites[s].module).setattr(sites[s].attribute, recomputed[s] ? kEachTime : kKept);
 }
 
-static ProfileOptions step_options(const PlanOptions& options) {
-  ProfileOptions run;
+static StepOptions step_options(const PlanOptions& options) {
+  StepOptions run;
   run.method = options.method;
   run.device = options.device;
   run.seed = options.seed;
@@ -126,7 +126,7 @@ PlanPoint Planner::Impl::point(const Measured& m, int64_t budget, double gap) co
 Planner::Planner(Module& original, Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
                  const PlanOptions& options) {
   if (options.estimate) count_meta_allocations();
-  const ProfileOptions run = step_options(options);
+  const StepOptions run = step_options(options);
   TrainingStep original_step(original, inputs, run);
   impl_.reset(new Impl{module, inputs, options, TrialStep(module, std::move(sites), inputs, run), {}, {}});
   try {
