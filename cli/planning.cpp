@@ -10,8 +10,8 @@
 
 #include "freed_memory.h"
 #include "rewriter/error.h"
-#include "rewriter/plan/milp.h"
 #include "rewriter/model_file.h"
+#include "rewriter/plan/milp.h"
 #include "timeline.h"
 
 namespace tsmem::cli {

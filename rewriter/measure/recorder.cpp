@@ -3,11 +3,11 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 
-#include <chrono>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "rewriter/clock.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/allocator.h"
 #include "rewriter/measure/module_paths.h"
@@ -17,10 +17,7 @@ namespace tsmem {
 namespace {
 
 using c10::IValue;
-using Clock = std::chrono::steady_clock;
 using Origin = Recording::Origin;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 struct Frame {  // one at::RecordFunction that runs
   std::string name;

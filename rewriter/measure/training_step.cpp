@@ -3,10 +3,10 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <chrono>
 #include <mutex>
 #include <unordered_set>
 
+#include "rewriter/clock.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/state_guard.h"
@@ -14,11 +14,6 @@
 namespace tsmem {
 
 using c10::IValue;
-using Clock = std::chrono::steady_clock;
-
-static double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 static void synchronize(c10::Device device) {
   if (!device.is_cuda()) return;

@@ -1,12 +1,10 @@
 #include <algorithm>
-#include <chrono>
 
+#include "rewriter/clock.h"
 #include "rewriter/plan/choice.h"
 
 namespace tsmem {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // The best of the choices that were offered: the fastest of those that fit, else the one with the smallest peak.
 struct Best {
@@ -79,8 +77,7 @@ void offer_segments(Best& best) {
 // Keeps what fits as well, the slowest a byte first.
 void keep_what_fits(Best& best, const std::vector<size_t>& order) {
   const auto start = Clock::now();
-  for (auto s = order.rbegin();
-       s != order.rend() && best.peak <= best.budget && Clock::now() - start < std::chrono::seconds(2); ++s) {
+  for (auto s = order.rbegin(); s != order.rend() && best.peak <= best.budget && seconds_since(start) < 2; ++s) {
     if (!best.choice[*s]) continue;
     std::vector<bool> kept = best.choice;
     kept[*s] = false;

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <set>
 #include <utility>
 
+#include "rewriter/clock.h"
 #include "rewriter/error.h"
 #include "rewriter/estimate.h"
 #include "rewriter/plan/measurement.h"
@@ -95,9 +95,9 @@ const Planner::Impl::Measured& Planner::Impl::try_choice(const std::vector<bool>
 
 template <class Solve>
 std::optional<PlanChoice> Planner::Impl::timed(Solve solve) {
-  const auto start = std::chrono::steady_clock::now();
+  const auto start = Clock::now();
   auto choice = solve();
-  solving += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  solving += seconds_since(start);
   ++solves;
   return choice;
 }
