@@ -46,16 +46,16 @@ MilpSolution solve(const Milp& problem, double seconds, double gap, const std::v
   const size_t columns = problem.columns.size(), rows = problem.rows.size();
   std::vector<double> lower, upper, cost, no_limit(rows, -std::numeric_limits<double>::infinity()), limit;
   std::vector<int> integer;
-  double dearest = 0, least = 0;  // least: no choice costs less, whatever the rows say
+  double highest = 0, least = 0;  // least: no choice costs less, whatever the rows say
   for (const auto& c : problem.columns) {
     lower.push_back(c.lower);
     upper.push_back(c.upper);
     cost.push_back(c.cost);
     integer.push_back(c.integer);
-    dearest = std::max(dearest, std::abs(c.cost));
+    highest = std::max(highest, std::abs(c.cost));
   }
   // The solver's tolerances are absolute, 1e-7: costs of microseconds in seconds would be lost in them.
-  const double unit = dearest > 0 ? 1e6 / dearest : 1;
+  const double unit = highest > 0 ? 1e6 / highest : 1;
   for (size_t i = 0; i < columns; ++i) {
     cost[i] *= unit;
     least += std::min(cost[i] * lower[i], cost[i] * upper[i]);
