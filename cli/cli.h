@@ -9,6 +9,9 @@
 #include <string_view>
 #include <vector>
 
+#include "rewriter/clock.h"  // seconds_since()
+#include "rewriter/text.h"   // paint()
+
 namespace tsmem::cli {
 
 struct Common {  // options every subcommand has
@@ -18,10 +21,6 @@ struct Common {  // options every subcommand has
   std::vector<std::string> op_libraries;
   std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 };
-
-inline double seconds_since(std::chrono::steady_clock::time_point t) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
-}
 
 // Each adds its options to `app`, which is the subcommand itself (main.cpp has the table of them and makes it), sets an
 // example with app.footer(), and returns the function that runs the command; that one's result is the exit code.
@@ -46,10 +45,6 @@ std::string bytes_text(int64_t bytes);  // "81.4 MiB"
 
 // Writes to stdout. A reader that has gone away (`tsmem diff a b | head`) is no error: the command finishes its work.
 void print(std::string_view text);
-
-// Nothing but `text`, or with the terminal's codes for a colour around it.
-enum class Color { bold, red, green, cyan, dim };
-std::string paint(std::string_view text, Color color, bool use);
 
 // Rows of cells as lines with aligned columns, two spaces between them; columns whose cells are all numbers are
 // right-aligned.

@@ -83,11 +83,6 @@ void print(std::string_view text) {
   gone = true;
 }
 
-std::string paint(std::string_view text, Color color, bool use) {
-  static const char* const codes[] = {"1", "31", "32", "36", "2"};
-  return use ? fmt::format("\033[{}m{}\033[0m", codes[static_cast<int>(color)], text) : std::string(text);
-}
-
 std::string table(const std::vector<std::vector<std::string>>& rows) {
   std::vector<size_t> widths;
   std::vector<bool> numbers;

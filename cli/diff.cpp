@@ -8,9 +8,12 @@
 
 #include "cli.h"
 #include "page.h"
-#include "rewriter/diff.h"
+#include "rewriter/added_names.h"
+#include "rewriter/compare/diff.h"
+#include "rewriter/compare/diff_text.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
+#include "rewriter/rewrite.h"
 
 namespace tsmem::cli {
 namespace {
@@ -57,12 +60,18 @@ nlohmann::json page_data(const Options& o, const std::vector<MethodDiff>& d, con
 std::vector<MethodDiff> all_totals(const torch::jit::Module& a, const torch::jit::Module& b) {
   std::vector<MethodDiff> totals;
   for (auto& method : a.get_methods()) {
-    if (method.name().starts_with("_tsmem_") || !b.find_method(method.name())) continue;
+    if (is_added_name(method.name()) || !b.find_method(method.name())) continue;
     auto total = total_difference(a, b, method.name());
     total.method = method.name();
     totals.push_back(std::move(total));
   }
   return totals;
+}
+
+size_t count_added_methods(const torch::jit::Module& module) {
+  size_t count = 0;
+  for (const ModuleClass& c : module_classes(module)) count += added_methods(*c.type).size();
+  return count;
 }
 
 int show_diff(const Options& o, const Common& common) {
@@ -89,7 +98,7 @@ int show_diff(const Options& o, const Common& common) {
       if (!total.empty() && shown.insert(total).second) print(d.method + " in all, with what it calls:\n" + total);
     }
     for (auto& [path, module] : {std::make_pair(o.a, a), std::make_pair(o.b, b)})
-      if (auto kept = kept_methods(module))
+      if (auto kept = count_added_methods(module))
         print(fmt::format("{} keeps {} (named _tsmem_*), not compared.\n", path, counted(kept, "method")));
   }
   return equal ? kOk : kDifferent;

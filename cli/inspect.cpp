@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "cli.h"
+#include "rewriter/added_names.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
 #include "rewriter/rewrite.h"
@@ -83,7 +84,7 @@ int inspect_file(const Options& o, const Common& common) {
   std::vector<std::string> names, all_names;
   for (const auto& method : module.get_methods()) {
     all_names.push_back(method.name());
-    if (!method.name().starts_with("_tsmem_")) names.push_back(method.name());
+    if (!is_added_name(method.name())) names.push_back(method.name());
   }
   if (!o.method.empty()) {
     if (std::find(all_names.begin(), all_names.end(), o.method) == all_names.end())
@@ -101,7 +102,7 @@ int inspect_file(const Options& o, const Common& common) {
   bool rewritten = is_rewritten(module);
   if (rewritten) restore(module);  // what would match is a question about the originals
   RewriteOptions options;
-  options.method = o.method.starts_with("_tsmem_") ? "" : o.method;
+  options.method = is_added_name(o.method) ? "" : o.method;
   auto report = rewrite(module, options, true);
   std::map<std::string, size_t> matches;
   for (auto& match : report.matches) ++matches[match.pattern];

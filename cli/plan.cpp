@@ -8,8 +8,8 @@
 #include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
-#include "rewriter/milp.h"
 #include "rewriter/model_file.h"
+#include "rewriter/plan/milp.h"
 #include "run_options.h"
 #include "timeline.h"
 

@@ -10,8 +10,8 @@
 
 #include "freed_memory.h"
 #include "rewriter/error.h"
-#include "rewriter/milp.h"
 #include "rewriter/model_file.h"
+#include "rewriter/plan/milp.h"
 #include "timeline.h"
 
 namespace tsmem::cli {
@@ -36,7 +36,7 @@ void PlanLimits::check(bool has_input, const std::string& amp) const {
 PlanOptions PlanLimits::options(const Common& common, const Progress& progress) const {
   PlanOptions options;
   options.seed = common.seed;
-  options.solve_seconds = seconds;
+  options.solver.seconds = seconds;
   options.estimate = estimate;
   options.progress = [&progress](const std::string& text) { progress(text); };
   return options;

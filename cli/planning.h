@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cli.h"
-#include "rewriter/plan.h"
+#include "rewriter/plan/planner.h"
 #include "run_options.h"
 
 namespace tsmem::cli {

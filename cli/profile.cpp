@@ -7,7 +7,7 @@
 #include "cli.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
-#include "rewriter/memory.h"
+#include "rewriter/measure/profile.h"
 #include "rewriter/model_file.h"
 #include "run_options.h"
 #include "timeline.h"

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "rewriter/memory.h"
+#include "rewriter/measure/profile.h"
 
 namespace tsmem::cli {
 

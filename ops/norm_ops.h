@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "common.h"
+#include "pool_layout.h"
 
 namespace tsmem {
 
@@ -25,10 +26,7 @@ inline bool is_channels_last(const at::Tensor& x) {
 }
 
 // Of the position in a pool's window.
-inline at::ScalarType position_type(at::IntArrayRef kernel) {
-  const int64_t window = kernel[0] * kernel[1];
-  return window <= 256 ? at::kByte : window <= 65536 ? at::kUInt16 : at::kInt;
-}
+inline at::ScalarType position_type(at::IntArrayRef kernel) { return position_type(kernel[0] * kernel[1]); }
 
 struct BatchNormArgs {
   OptTensor weight, bias, running_mean, running_var;

@@ -348,9 +348,11 @@ int note(Journal* journal, const Tensor& output, const std::vector<Tensor>& oper
 
 }  // namespace
 
-void set_journal(Journal* j) {
-  if (journal) *journal = nullptr;
-  journal = j ? std::make_shared<Journal*>(j) : nullptr;
+JournalGuard::JournalGuard(Journal& j) : outer_(std::exchange(journal, std::make_shared<Journal*>(&j))) {}
+
+JournalGuard::~JournalGuard() {
+  *journal = nullptr;
+  journal = std::move(outer_);
 }
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t recompute, Pieces pieces,

@@ -65,8 +65,18 @@ struct Journal {
   std::function<void(int at, bool backward)> mark;
 };
 
-// Of what this thread runs forward, until it is set anew; nullptr: none. For one training step at a time.
-__attribute__((visibility("default"))) void set_journal(Journal* journal);
+// While it lives, the journal is told what this thread runs forward, and what backward does with it; the innermost one
+// alone. For one training step.
+class __attribute__((visibility("default"))) JournalGuard {
+ public:
+  explicit JournalGuard(Journal& journal);
+  ~JournalGuard();
+  JournalGuard(const JournalGuard&) = delete;
+  JournalGuard& operator=(const JournalGuard&) = delete;
+
+ private:
+  std::shared_ptr<Journal*> outer_;
+};
 
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is made again, as they count
 // and replace what is saved.

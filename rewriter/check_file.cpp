@@ -6,6 +6,7 @@
 #include <memory>
 #include <unordered_set>
 
+#include "added_names.h"
 #include "crc32.h"
 #include "error.h"
 #include "inputs.h"
@@ -18,6 +19,7 @@ void (*on_reading)(const char* path, int seconds, uint64_t bytes) = nullptr;
 
 namespace {
 
+using added_names::kAmp, added_names::kOriginal, added_names::kRecompute;
 using torch::jit::Module;
 
 bool is_code(const std::string& name) { return name.starts_with("code/") && name.ends_with(".py"); }
@@ -119,12 +121,12 @@ bool is_number(const std::string& text) { return !text.empty() && text.find_firs
 
 // A name that rewriting adds, of an attribute (an int) or method.
 bool added_attribute(const std::string& name, const c10::TypePtr& type) {
-  const std::string prefix = "_tsmem_recompute_";
-  return name.starts_with(prefix) && is_number(name.substr(prefix.size())) && type->kind() == c10::TypeKind::IntType;
+  return name.starts_with(kRecompute) && is_number(name.substr(kRecompute.size())) &&
+         type->kind() == c10::TypeKind::IntType;
 }
 
 bool added_method(const c10::ClassType& type, const torch::jit::Function& method) {
-  for (const std::string prefix : {"_tsmem_original_", "_tsmem_amp_"})
+  for (const std::string& prefix : {kOriginal, kAmp})
     if (method.name().starts_with(prefix)) return type.findMethod(method.name().substr(prefix.size())) != nullptr;
   return false;
 }
@@ -177,18 +179,18 @@ void check_module(const std::string& path, const Module& module) {
     if (!classes.insert(type.get()).second) continue;
     for (size_t i = 0; i < type->numAttributes(); ++i)
       if (const auto& name = type->getAttributeName(i);
-          name.starts_with("_tsmem_") && !added_attribute(name, type->getAttribute(i)))
+          is_added_name(name) && !added_attribute(name, type->getAttribute(i)))
         throw reserved(
             std::string(type->getAttribute(i)->is_module() ? "a submodule" : "an attribute") + " '" + name + "'",
             *type);
     for (const auto* method : type->methods()) {
-      if (!method->name().starts_with("_tsmem_")) continue;
+      if (!is_added_name(method->name())) continue;
       if (!added_method(*type, *method)) throw reserved("a method '" + method->name() + "'", *type);
-      const std::string prefix = "_tsmem_original_";
-      if (method->name().starts_with(prefix) &&
-          !same_signature(method->getSchema(), type->findMethod(method->name().substr(prefix.size()))->getSchema()))
+      if (!method->name().starts_with(kOriginal)) continue;
+      const std::string original = method->name().substr(kOriginal.size());
+      if (!same_signature(method->getSchema(), type->findMethod(original)->getSchema()))
         throw Error(kBadInput, "'" + path + "' is damaged: " + name_of(*type) + " has a method '" + method->name() +
-                                   "' whose signature is not that of '" + method->name().substr(prefix.size()) + "'.");
+                                   "' whose signature is not that of '" + original + "'.");
     }
   }
 }

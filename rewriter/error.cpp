@@ -4,13 +4,10 @@
 
 #include <new>
 
+#include "text.h"
+
 namespace tsmem {
 namespace {
-
-std::string_view strip(std::string_view s) {
-  auto first = s.find_first_not_of(" \t\r\n"), last = s.find_last_not_of(" \t\r\n");
-  return first == s.npos ? std::string_view() : s.substr(first, last - first + 1);
-}
 
 void cut_at(std::string_view& text, std::string_view mark) { text = text.substr(0, text.find(mark)); }
 

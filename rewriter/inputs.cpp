@@ -12,6 +12,7 @@
 #include <fstream>
 #include <limits>
 
+#include "rewriter/added_names.h"
 #include "rewriter/archive.h"
 #include "rewriter/check_file.h"
 #include "rewriter/error.h"
@@ -367,7 +368,7 @@ std::vector<IValue> check_inputs(const torch::jit::Module& module, const std::st
   if (!found) {
     std::string names;
     for (auto& m : module.get_methods())
-      if (!m.name().starts_with("_tsmem_")) names += fmt::format("{}{}", names.empty() ? "" : ", ", m.name());
+      if (!is_added_name(m.name())) names += fmt::format("{}{}", names.empty() ? "" : ", ", m.name());
     throw Error(kUsage, fmt::format("The model has no method '{}'{}.", method,
                                     names.empty() ? std::string() : fmt::format("; it has {}", names)));
   }

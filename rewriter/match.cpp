@@ -7,15 +7,11 @@
 #include <unordered_set>
 
 #include "rewriter/apply.h"
+#include "rewriter/text.h"
 
 namespace tsmem {
 
 using namespace torch::jit;
-
-static std::string strip(const std::string& s) {
-  const size_t from = s.find_first_not_of(" \t"), to = s.find_last_not_of(" \t");
-  return from == std::string::npos ? "" : s.substr(from, to - from + 1);
-}
 
 static std::vector<std::string> split_arguments(const std::string& s) {
   std::vector<std::string> parts;
@@ -25,13 +21,13 @@ static std::vector<std::string> split_arguments(const std::string& s) {
     if (c == '[') ++depth;
     if (c == ']') --depth;
     if (c == ',' && depth == 0) {
-      parts.push_back(strip(part));
+      parts.emplace_back(strip(part));
       part.clear();
     } else {
       part += c;
     }
   }
-  if (!strip(part).empty()) parts.push_back(strip(part));
+  if (!strip(part).empty()) parts.emplace_back(strip(part));
   return parts;
 }
 
@@ -39,7 +35,7 @@ std::vector<Line> parse_lines(const std::string& ir) {
   std::vector<Line> lines;
   std::istringstream in(ir);
   for (std::string text; std::getline(in, text);) {
-    text = strip(text);
+    text = std::string(strip(text));
     if (text.empty()) continue;
     const size_t equals = text.find('='), open = text.find('(', equals), close = text.rfind(')');
     TORCH_INTERNAL_ASSERT(equals != std::string::npos && open != std::string::npos && close != std::string::npos,

@@ -12,7 +12,6 @@
 
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
-#include "rewriter/memory.h"
 
 namespace tsmem {
 

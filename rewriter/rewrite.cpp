@@ -7,6 +7,7 @@
 
 #include <unordered_set>
 
+#include "rewriter/added_names.h"
 #include "rewriter/apply.h"
 #include "rewriter/autodiff.h"
 #include "rewriter/checkpoint.h"
@@ -18,10 +19,7 @@ namespace tsmem {
 
 using namespace torch::jit;
 
-static const std::string kPrefix = "_tsmem_";
-static const std::string kOriginal = "_tsmem_original_";
-static const std::string kAmp = "_tsmem_amp_";
-static const std::string kRecompute = "_tsmem_recompute_";
+using namespace added_names;
 
 static bool starts_with(const std::string& s, const std::string& prefix) { return s.rfind(prefix, 0) == 0; }
 
@@ -83,13 +81,6 @@ static void install(const c10::ClassTypePtr& type, const std::string& method, co
   function->clear_optimized_graphs();
 }
 
-static std::vector<std::string> kept_methods(const c10::ClassTypePtr& type) {
-  std::vector<std::string> names;
-  for (const Function* f : type->methods())
-    if (starts_with(f->name(), kPrefix)) names.push_back(f->name());
-  return names;
-}
-
 // Throws Error(kUsage) where a method can't be put under autocast.
 static void check_autocast(const Module& module, const std::string& method) {
   GraphFunction* function = graph_function(module.type()->findMethod(method));
@@ -139,14 +130,14 @@ Module submodule(Module m, const std::string& path) {
 
 bool is_rewritten(const Module& module) {
   for (const ModuleClass& c : module_classes(module))
-    if (!kept_methods(c.type).empty()) return true;
+    if (!added_methods(*c.type).empty()) return true;
   return false;
 }
 
 bool restore(Module& module) {
   bool any = false;
   for (const ModuleClass& c : module_classes(module)) {
-    for (const std::string& name : kept_methods(c.type)) {
+    for (const std::string& name : added_methods(*c.type)) {
       any = true;
       if (starts_with(name, kOriginal)) {
         GraphFunction* live = graph_function(c.type->findMethod(name.substr(kOriginal.size())));

@@ -10,7 +10,7 @@ namespace tsmem {
 // ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept
 // anyway (norms, activations, sums, concatenations between convolutions) are made again in backward.
 // plan: each of these outputs, and those of convolutions, linear layers and the like, is made again where an attribute
-// of its module says so; at first as at regions. rewriter/plan.h chooses.
+// of its module says so; at first as at regions. rewriter/plan/planner.h chooses.
 enum class Level { ops, regions, plan };
 
 struct RewriteOptions {

@@ -4,6 +4,7 @@
 #include <regex>
 #include <unordered_map>
 
+#include "rewriter/added_names.h"
 #include "rewriter/verify.h"
 
 namespace tsmem {
@@ -11,8 +12,6 @@ namespace {
 
 using c10::IValue;
 using torch::jit::Module;
-
-bool hidden(const std::string& name) { return name.starts_with("_tsmem_"); }
 
 // Type names without the numbers that loading puts into them.
 std::string plain(const std::string& type) {
@@ -155,7 +154,7 @@ void compare_classes(const std::string& path, const c10::ClassTypePtr& a, const 
   auto methods = [](const c10::ClassTypePtr& t) {
     std::map<std::string, std::string> m;
     for (auto* f : t->methods())
-      if (!hidden(f->name())) m[f->name()] = signature(*f);
+      if (!is_added_name(f->name())) m[f->name()] = signature(*f);
     return m;
   };
   auto ma = methods(a), mb = methods(b);
@@ -193,12 +192,12 @@ void compare_objects(const std::string& path, const Module& a, const Module& b, 
   compare_classes(path, ta, tb, out);
   auto name_of = [&](const std::string& n) { return path.empty() ? n : fmt::format("{}.{}", path, n); };
   for (size_t i = 0; i < tb->numAttributes(); ++i)
-    if (auto& n = tb->getAttributeName(i); !hidden(n) && !ta->findAttributeSlot(n))
+    if (auto& n = tb->getAttributeName(i); !is_added_name(n) && !ta->findAttributeSlot(n))
       out.push_back(fmt::format("{} '{}' is only in the second model.",
                                 tb->getAttribute(i)->is_module() ? "Module" : "Attribute", name_of(n)));
   for (size_t i = 0; i < ta->numAttributes(); ++i) {
     auto& n = ta->getAttributeName(i);
-    if (hidden(n)) continue;
+    if (is_added_name(n)) continue;
     auto slot = tb->findAttributeSlot(n);
     if (!slot) {
       out.push_back(fmt::format("{} '{}' is only in the first model.",

@@ -62,4 +62,15 @@ bool glob_covers(const std::string& glob, const std::string& path) {
   }
 }
 
+std::string_view strip(std::string_view text) {
+  const auto first = text.find_first_not_of(" \t\r\n"), last = text.find_last_not_of(" \t\r\n");
+  return first == text.npos ? std::string_view() : text.substr(first, last - first + 1);
+}
+
+std::string paint(std::string_view text, Color color, bool use) {
+  static const char* const codes[] = {"1", "31", "32", "36", "2"};
+  if (!use) return std::string(text);
+  return std::string("\033[").append(codes[static_cast<int>(color)]).append("m").append(text).append("\033[0m");
+}
+
 }  // namespace tsmem

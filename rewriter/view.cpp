@@ -10,6 +10,7 @@
 
 #include <unordered_set>
 
+#include "rewriter/method_call.h"
 #include "rewriter/unused_norms.h"
 
 namespace tsmem {
@@ -41,19 +42,9 @@ bool borders_autocast(const Node* n) { return borders(n, "autocast"); }
 
 bool borders_no_grad(const Node* n) { return borders(n, "torch.autograd.grad_mode.no_grad"); }
 
-static const Function* called_function(const Node* call) {
-  if (call->kind() == prim::CallFunction) {
-    if (auto type = call->input(0)->type()->cast<FunctionType>()) return type->function();
-  } else if (call->kind() == prim::CallMethod) {
-    if (auto type = call->input(0)->type()->cast<ClassType>()) return type->findMethod(call->s(attr::name));
-  }
-  return nullptr;
-}
-
 std::shared_ptr<Graph> callee(const Node* call) {
-  const Function* function = called_function(call);
-  if (!function) return nullptr;
-  GraphFunction* graph_function = tryToGraphFunction(const_cast<Function&>(*function));
+  Function* function = call->kind() == prim::CallMethod ? called_method(call) : called_function(call);
+  GraphFunction* graph_function = function ? tryToGraphFunction(*function) : nullptr;
   return graph_function ? graph_function->graph() : nullptr;
 }
 

@@ -1,4 +1,4 @@
-#include "rewriter/memory.h"
+#include "rewriter/measure/profile.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>

@@ -1,8 +1,8 @@
 // The solver's wrapper, and sites that plans choose from.
 #include <gtest/gtest.h>
 
-#include "rewriter/milp.h"
-#include "rewriter/plan.h"
+#include "rewriter/plan/milp.h"
+#include "rewriter/plan/planner.h"
 #include "rewriter/rewrite.h"
 
 namespace tsmem {
@@ -29,6 +29,15 @@ TEST(Milp, SaysWhereThereIsNoSolution) {
   const int x = p.add(0, 1, 1, true);
   p.rows.push_back({{{x, -1}}, -2});  // x >= 2
   EXPECT_FALSE(solve(p, 10, 0).found);
+}
+
+TEST(Milp, HasAnAnswerWithoutColumns) {
+  Milp p;
+  p.rows.push_back({{}, 1});
+  EXPECT_TRUE(solve(p, 10, 0).found);
+  p.rows.push_back({{}, -1});
+  EXPECT_FALSE(solve(p, 10, 0).found);
+  EXPECT_TRUE(solve(p, 10, 0).infeasible);
 }
 
 TEST(Milp, StartsFromWhatItIsGiven) {

@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "patterns/pattern.h"
-#include "rewriter/diff.h"
+#include "rewriter/compare/diff.h"
 #include "rewriter/error.h"
 #include "rewriter/match.h"
 #include "rewriter/rewrite.h"

@@ -15,6 +15,7 @@
 #include <functional>
 #include <future>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -218,11 +219,12 @@ void planned(const Model& m, const Tensor& x, int rounds) {
       tsmem::Journal journal;
       size_t marks = 0;
       journal.mark = [&](int, bool) { ++marks; };
-      if (t == 0) tsmem::set_journal(&journal);
+      std::optional<tsmem::JournalGuard> guard;
+      if (t == 0) guard.emplace(journal);
       const Tensor out = forward(own, x);
       journal.closed = true;
       check(gradients(loss_of(out, 0), m.leaves), m.grads[0], "gradient");
-      tsmem::set_journal(nullptr);
+      guard.reset();
       const std::array<size_t, 3> told{journal.values.size(), journal.uses.size(), marks};
       if (r == 0) first = told;
       TORCH_CHECK(told == first && (told[0] > 0) == (t == 0), "the planner was told of another thread's step");

@@ -1,4 +1,4 @@
-#include "rewriter/milp.h"
+#include "rewriter/plan/milp.h"
 
 #include <algorithm>
 #include <cmath>
@@ -31,22 +31,31 @@ constexpr int kMinimise = 1, kRowwise = 2, kOptimal = 7, kInfeasible = 8, kUnbou
               kFeasibleSolution = 2;
 }
 
+// HiGHS has no answer to a problem without columns.
+static MilpSolution without_columns(const Milp& problem) {
+  MilpSolution s;
+  s.found = std::all_of(problem.rows.begin(), problem.rows.end(), [](const Milp::Row& r) { return r.limit >= 0; });
+  s.infeasible = !s.found;
+  return s;
+}
+
 MilpSolution solve(const Milp& problem, double seconds, double gap, const std::vector<double>& start) {
+  if (problem.columns.empty()) return without_columns(problem);
   const std::unique_ptr<void, void (*)(void*)> model(Highs_create(), Highs_destroy);
   void* m = model.get();
   const size_t columns = problem.columns.size(), rows = problem.rows.size();
   std::vector<double> lower, upper, cost, no_limit(rows, -std::numeric_limits<double>::infinity()), limit;
   std::vector<int> integer;
-  double dearest = 0, least = 0;  // least: no choice costs less, whatever the rows say
+  double highest = 0, least = 0;  // least: no choice costs less, whatever the rows say
   for (const auto& c : problem.columns) {
     lower.push_back(c.lower);
     upper.push_back(c.upper);
     cost.push_back(c.cost);
     integer.push_back(c.integer);
-    dearest = std::max(dearest, std::abs(c.cost));
+    highest = std::max(highest, std::abs(c.cost));
   }
   // The solver's tolerances are absolute, 1e-7: costs of microseconds in seconds would be lost in them.
-  const double unit = dearest > 0 ? 1e6 / dearest : 1;
+  const double unit = highest > 0 ? 1e6 / highest : 1;
   for (size_t i = 0; i < columns; ++i) {
     cost[i] *= unit;
     least += std::min(cost[i] * lower[i], cost[i] * upper[i]);

@@ -1,11 +1,11 @@
-// Choosing what backward makes again, so that a training step's peak fits a budget and takes as little time as
-// possible.
+// Choosing what backward recomputes, so that a training step's peak fits a budget and takes as little time as possible.
 //
-// The module is rewritten at Level::plan: each output that backward could make again has an attribute that says whether
-// it does. A step is measured once with everything cheap made again and everything dear (convolutions, products)
-// kept: live bytes at the backward of every node, the seconds that it takes to make each value, and who needs which
-// value when. From these a mixed-integer program chooses; a step under that choice is measured, and where it needs more
-// than the program thought, the program learns so and chooses again. What is given out was measured.
+// The module is rewritten at Level::plan: each output that backward could recompute has an attribute that says whether
+// it does. A step is measured once with everything cheap recomputed and everything expensive (convolutions, products)
+// kept (measurement.h), which gives a StepModel: live bytes at the backward of every node, the seconds that it takes to
+// compute each value, and who needs which value when. From these a mixed-integer program chooses (choice.h); a step
+// under that choice is measured, and where it needs more than was predicted, the model learns so and the program
+// chooses again. What is given out was measured.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
 
@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "rewriter/plan/batches.h"
+#include "rewriter/plan/choice.h"
 #include "rewriter/rewrite.h"
 
 namespace tsmem {
@@ -21,9 +23,8 @@ namespace tsmem {
 struct PlanOptions {
   std::string method = "forward", device = "cpu";
   uint64_t seed = 0;
-  bool estimate = false;     // run nothing: shapes from the meta device, seconds from FLOPs and bytes
-  double solve_seconds = 0;  // time limit of one solve; 0: 2 s, and more for large programs and the smallest peak
-  double gap = 0.005;        // how far from the best it may end, as a fraction of a step's seconds
+  bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
+  SolverLimits solver;
   std::function<void(const std::string&)> progress;  // is told what runs now
 };
 
@@ -34,7 +35,7 @@ struct PlanPoint {
   double predicted_seconds = 0;      // a step, forward and backward
   int64_t kept_bytes = 0;            // live at the end of forward, without outputs
   double recomputed_flops = 0;       // that backward adds
-  std::vector<bool> again;           // for every site: made again
+  std::vector<bool> again;           // for every site: recomputed
   double gap = 0;                    // the choice is at most this fraction of a step slower than the program's best
 };
 
@@ -59,28 +60,16 @@ class Planner {
   std::vector<PlanPoint> front(int64_t largest, int count);
 
   // The peak of a step under a choice at other batch sizes, which is dimension 0 of every tensor in the input that has
-  // the first one's. From steps with the input and with a batch of `other`: between these two and beyond them, the
-  // bytes at each mark of a step are taken to grow in proportion. Throws Error(kBadInput) where the model does not take
-  // other batch sizes.
-  class Batches {
-   public:
-    int64_t batch = 0;  // of the input
-    int64_t peak(int64_t batch) const;
-    // The largest batch whose peak is at most `bytes`; 0: none.
-    int64_t largest(int64_t bytes) const;
-
-   private:
-    friend class Planner;
-    std::vector<double> fixed_, each_;  // of each slot, bytes
-  };
-  Batches batches(const std::vector<bool>& again, int64_t other);
+  // the first one's. From steps with the input and with a batch of `other`. Throws Error(kBadInput) where the model
+  // does not take other batch sizes.
+  Batches batches(const std::vector<bool>& recomputed, int64_t other);
   int64_t batch() const;  // of the input; throws Error(kBadInput) where there is none
 
   struct Original {
     int64_t peak_bytes, kept_bytes;
     double seconds;  // of a step; measured in turns with the rewritten model's
   };
-  const Original& original() const;
+  Original original() const;
 
   double solve_seconds() const;  // spent in the solver so far
   size_t solves() const;
@@ -91,6 +80,6 @@ class Planner {
 };
 
 // Writes a choice into the attributes of its sites.
-void set_choice(const torch::jit::Module& module, const std::vector<Site>& sites, const std::vector<bool>& again);
+void set_choice(const torch::jit::Module& module, const std::vector<Site>& sites, const std::vector<bool>& recomputed);
 
 }  // namespace tsmem

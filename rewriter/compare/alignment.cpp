@@ -1,4 +1,4 @@
-#include "rewriter/alignment.h"
+#include "rewriter/compare/alignment.h"
 
 #include <algorithm>
 #include <dtl/dtl.hpp>

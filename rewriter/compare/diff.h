@@ -1,10 +1,8 @@
-// The difference between two modules' graphs, as plain data; renderers apart.
+// The difference between two modules' graphs, as plain data.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
-#include <nlohmann/json_fwd.hpp>
 
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -33,32 +31,10 @@ std::vector<MethodDiff> diff(const torch::jit::Module& a, const torch::jit::Modu
 // Of a method of both models with all that it calls: removed_ops, added_ops and status alone.
 MethodDiff total_difference(const torch::jit::Module& a, const torch::jit::Module& b, const std::string& method);
 
-// How many `_tsmem_*` methods the module tree's classes have.
-size_t kept_methods(const torch::jit::Module& module);
-
 // The operators on tensors that went and came, with how many; all of them where no other changed.
 struct ChangedOps {
   std::map<std::string, int> removed, added;
 };
 ChangedOps changed_ops(const MethodDiff& d);
-
-// The same as text: "  - aten::relu x2\n  + tsmem::act
-// x2\n"
-std::string ops_lines(const MethodDiff& d, bool color);
-
-// A line of each side in one row: the same one, one that went beside one that came, or one alone.
-struct Row {
-  std::optional<size_t> a, b;  // indices into MethodDiff's lines
-};
-
-// The lines of both graphs, equal ones beside each other, and those that went beside those that came in their place.
-std::vector<Row> side_by_side(const MethodDiff& d);
-
-// `stat_only`: operators that went and came; else also the changed lines, three lines of context around them.
-std::string render_text(const std::vector<MethodDiff>& d, bool stat_only, bool color);
-nlohmann::json to_json(const std::vector<MethodDiff>& d);
-
-// A method's graph as lines, as they stand in a MethodDiff; for tests and reports.
-std::vector<std::string> graph_lines(const torch::jit::Graph& graph);
 
 }  // namespace tsmem

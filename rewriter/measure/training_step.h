@@ -1,0 +1,53 @@
+// One training step of a module, the same at every run.
+#pragma once
+#include <torch/csrc/jit/api/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tsmem {
+
+struct StepOptions {
+  std::string method = "forward";
+  std::string device = "cpu";
+  bool train = true;
+  bool input_grad = false;  // floating-point inputs need a gradient too
+  uint64_t seed = 0;
+};
+
+// Is told about the phases of a TrainingStep.
+struct StepObserver {
+  virtual ~StepObserver() = default;
+  virtual void started() {}                         // inputs and gradients are allocated, forward is next
+  virtual void forward_done(const c10::IValue&) {}  // with the outputs, which live until the end of the step
+  virtual void pause(bool) {}                       // true, then false, around work that is no part of a step
+  virtual void backward_done() {}
+};
+
+// One training step, repeatable: forward, then backward from fixed random gradients of the outputs that were drawn
+// before, so that neither a loss nor they count. Gradients of parameters (and inputs) are allocated, zero-filled,
+// beforehand, and the module's state is put back at the end (StateGuard). The first call of `run` draws them.
+class TrainingStep {
+ public:
+  // Throws Error(kUsage) for an unknown method or device.
+  TrainingStep(torch::jit::Module& module, const std::vector<c10::IValue>& inputs, const StepOptions& options);
+  ~TrainingStep();
+
+  // Returns whether there was a backward. Throws Error(kBadInput) when the model raises, with its message, or returns
+  // no floating-point tensor.
+  bool run(StepObserver& observer);
+  bool run() {
+    StepObserver none;
+    return run(none);
+  }
+
+  double forward_seconds = 0, backward_seconds = 0;  // of the last run
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tsmem
