@@ -10,6 +10,7 @@
 #include "cpu/smooth_act.h"
 #include "cpu_dtype.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -288,28 +289,22 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_act(torch::Library& m) {
   m.def("act(Tensor self, str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
   m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("_act_mask", TORCH_FN(act_mask_cpu));
-  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_cpu));
-  m.impl("_smooth_act", TORCH_FN(smooth_act_cpu));
-  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_cpu));
-}
-TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
-  if (another_copy_registered()) return;
-  m.impl("_act_mask", TORCH_FN(act_mask_meta));
-  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_meta));
-  m.impl("_smooth_act", TORCH_FN(smooth_act_meta));
-  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_meta));
+  m.impl("_act_mask", c10::DispatchKey::CPU, TORCH_FN(act_mask_cpu));
+  m.impl("_act_mask_backward", c10::DispatchKey::CPU, TORCH_FN(act_mask_backward_cpu));
+  m.impl("_smooth_act", c10::DispatchKey::CPU, TORCH_FN(smooth_act_cpu));
+  m.impl("_smooth_act_backward", c10::DispatchKey::CPU, TORCH_FN(smooth_act_backward_cpu));
+  m.impl("_act_mask", c10::DispatchKey::Meta, TORCH_FN(act_mask_meta));
+  m.impl("_act_mask_backward", c10::DispatchKey::Meta, TORCH_FN(act_mask_backward_meta));
+  m.impl("_smooth_act", c10::DispatchKey::Meta, TORCH_FN(smooth_act_meta));
+  m.impl("_smooth_act_backward", c10::DispatchKey::Meta, TORCH_FN(smooth_act_backward_meta));
 }
 
-}  // namespace
 }  // namespace tsmem

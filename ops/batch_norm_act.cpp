@@ -5,10 +5,10 @@
 //   training, + other   the same and the activation's bits, or `other` where the activation has no bits
 //   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth;
 //   else bits
-#include <torch/library.h>
 
 #include "norm_ops.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -166,8 +166,9 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
   "Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, " \
   "float momentum, float eps, bool cudnn_enabled"
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_batch_norm_act(torch::Library& m) {
   m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(batch_norm_act));
   m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
@@ -176,5 +177,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         TORCH_FN(batch_norm_add_act));
 }
 
-}  // namespace
 }  // namespace tsmem

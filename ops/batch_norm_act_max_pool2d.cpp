@@ -3,10 +3,10 @@
 // Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to
 // windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
 // backward returns.
-#include <torch/library.h>
 
 #include "norm_ops.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -167,8 +167,9 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   return std::get<0>(forward_raw(input, bn, act, pool, false));
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_batch_norm_act_max_pool2d(torch::Library& m) {
   m.def(
       "batch_norm_act_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "
@@ -178,5 +179,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(batch_norm_act_max_pool2d));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -16,12 +16,6 @@
 
 namespace tsmem {
 
-bool another_copy_registered() {
-  // First asked before this copy has registered anything.
-  static const bool registered = c10::Dispatcher::singleton().findSchema({"tsmem::act", ""}).has_value();
-  return registered;
-}
-
 Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
   struct Entry {
     const char* name;

@@ -17,10 +17,6 @@ inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(
 // Nothing where an undefined tensor stands for nothing.
 inline OptTensor defined(const OptTensor& t) { return t ? optional(*t) : OptTensor(); }
 
-// Whether a copy of this library from another path has registered the operators of this process: this one then leaves
-// them to it, where LibTorch would end the process. Hidden, so that each copy asks its own.
-__attribute__((visibility("hidden"))) bool another_copy_registered();
-
 // relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
 Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 

@@ -5,9 +5,9 @@
 // convolution's output is not kept but computed again.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "norm_ops.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -173,8 +173,9 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
   return std::get<0>(norm_forward(y, bn, {}, act, false));
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_conv_batch_norm_act(torch::Library& m) {
   m.def(
       "conv_batch_norm_act(Tensor input, Tensor conv_weight, Tensor? conv_bias, int[] stride, int[] padding, int[] "
       "dilation, "
@@ -185,5 +186,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(conv_batch_norm_act));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -7,6 +7,7 @@
 #include "cpu_dtype.h"
 #include "pool_layout.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -307,8 +308,9 @@ Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size, int64_t
   return adaptive_max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), output_size, recompute);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_max_pool(torch::Library& m) {
   m.def(
       "max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
       "ceil_mode=False, int recompute=0) -> Tensor",
@@ -334,22 +336,12 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "_max_pool_backward(Tensor grad, Tensor position, int[] space, int[] kernel, int[] stride, int[] padding, int[] "
       "dilation, "
       "bool channels_last) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("_max_pool", TORCH_FN(max_pool_cpu));
-  m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_cpu));
-}
-TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
-  if (another_copy_registered()) return;
-  m.impl("_max_pool", TORCH_FN(max_pool_meta));
-  m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_meta));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("max_pool3d", TORCH_FN(max_pool3d_f32));
-  m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d_f32));
+  m.impl("_max_pool", c10::DispatchKey::CPU, TORCH_FN(max_pool_cpu));
+  m.impl("_max_pool_backward", c10::DispatchKey::CPU, TORCH_FN(max_pool_backward_cpu));
+  m.impl("_max_pool", c10::DispatchKey::Meta, TORCH_FN(max_pool_meta));
+  m.impl("_max_pool_backward", c10::DispatchKey::Meta, TORCH_FN(max_pool_backward_meta));
+  m.impl("max_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(max_pool3d_f32));
+  m.impl("adaptive_max_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(adaptive_max_pool3d_f32));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -3,10 +3,10 @@
 // The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the
 // activation's input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input,
 // if the scale needs one.
-#include <torch/library.h>
 
 #include "norm_ops.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -158,19 +158,6 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
              recompute, in_place);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
-  m.def(
-      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0, "
-      "int in_place=0) -> Tensor",
-      TORCH_FN(mul_act));
-  m.def(
-      "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
-      "Tensor invstd, "
-      "str act, float[] act_args, int recompute=0, int in_place=0) -> Tensor",
-      TORCH_FN(mul_batch_norm_act));
-}
-
 }  // namespace
 
 std::optional<Tensor> sum_of_product(const Tensor& grad, const Tensor& x, at::IntArrayRef sizes) {
@@ -182,6 +169,18 @@ std::optional<Tensor> sum_of_product(const Tensor& grad, const Tensor& x, at::In
   auto sums = fused_scale_grad(grad, {x, {}, {}, {}, {}}, sizes, Act{ActKind::identity});
   if (sums) sums = sums->to(grad.scalar_type());
   return sums;
+}
+
+void register_mul_act(torch::Library& m) {
+  m.def(
+      "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0, "
+      "int in_place=0) -> Tensor",
+      TORCH_FN(mul_act));
+  m.def(
+      "mul_batch_norm_act(Tensor activated, Tensor scale, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, "
+      "str act, float[] act_args, int recompute=0, int in_place=0) -> Tensor",
+      TORCH_FN(mul_batch_norm_act));
 }
 
 }  // namespace tsmem

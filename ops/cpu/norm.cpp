@@ -2,7 +2,6 @@
 #include "cpu/norm.h"
 
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <fstream>
@@ -11,6 +10,7 @@
 
 #include "cpu_dtype.h"
 #include "norm_ops.h"
+#include "registration.h"
 
 namespace tsmem {
 
@@ -651,8 +651,9 @@ Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, con
   return at::empty_symint({input.sym_size(0), input.sym_size(1)}, options);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_norm(torch::Library& m) {
   m.def(
       "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "
@@ -689,27 +690,20 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
       "last_dim, int act, "
       "float act_a, float act_b, float act_c) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("_batch_norm_act_apply", TORCH_FN(apply_cpu));
-  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_cpu));
-  m.impl("_batch_norm_act_forward", TORCH_FN(forward_cpu));
-  m.impl("_batch_norm_act_backward", TORCH_FN(backward_cpu));
-  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_cpu));
-  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_cpu));
-  m.impl("_scale_grad", TORCH_FN(scale_grad_cpu));
-}
-TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
-  if (another_copy_registered()) return;
-  m.impl("_batch_norm_act_apply", TORCH_FN(apply_meta));
-  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply_meta));
-  m.impl("_batch_norm_act_forward", TORCH_FN(forward_meta));
-  m.impl("_batch_norm_act_backward", TORCH_FN(backward_meta));
-  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_meta));
-  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_meta));
-  m.impl("_scale_grad", TORCH_FN(scale_grad_meta));
+  m.impl("_batch_norm_act_apply", c10::DispatchKey::CPU, TORCH_FN(apply_cpu));
+  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::CPU, TORCH_FN(pool_apply_cpu));
+  m.impl("_batch_norm_act_forward", c10::DispatchKey::CPU, TORCH_FN(forward_cpu));
+  m.impl("_batch_norm_act_backward", c10::DispatchKey::CPU, TORCH_FN(backward_cpu));
+  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::CPU, TORCH_FN(pool_forward_cpu));
+  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::CPU, TORCH_FN(pool_backward_cpu));
+  m.impl("_scale_grad", c10::DispatchKey::CPU, TORCH_FN(scale_grad_cpu));
+  m.impl("_batch_norm_act_apply", c10::DispatchKey::Meta, TORCH_FN(apply_meta));
+  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::Meta, TORCH_FN(pool_apply_meta));
+  m.impl("_batch_norm_act_forward", c10::DispatchKey::Meta, TORCH_FN(forward_meta));
+  m.impl("_batch_norm_act_backward", c10::DispatchKey::Meta, TORCH_FN(backward_meta));
+  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::Meta, TORCH_FN(pool_forward_meta));
+  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::Meta, TORCH_FN(pool_backward_meta));
+  m.impl("_scale_grad", c10::DispatchKey::Meta, TORCH_FN(scale_grad_meta));
 }
 
-}  // namespace
 }  // namespace tsmem
