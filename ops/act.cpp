@@ -5,10 +5,12 @@
 // stock's, the output.
 #include "act.h"
 
+#include "activation.h"
 #include "common.h"
 #include "cpu/mask.h"
 #include "cpu/smooth_act.h"
 #include "cpu_dtype.h"
+#include "raw_op.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -93,8 +95,7 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
 constexpr int64_t kSerial = 1 << 14;  // elements that are not worth a second thread
 
 // x and grad: dense, with the same strides, which the results have too.
-Tensor smooth_act_cpu(const Tensor& x, int64_t kind, double a, double b, double c) {
-  const Act act = act_of(kind, a, b, c);
+Tensor smooth_act_cpu(const Tensor& x, const Act& act) {
   Tensor y = at::empty_like(x);
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   auto* to = static_cast<char*>(y.mutable_data_ptr());
@@ -107,9 +108,7 @@ Tensor smooth_act_cpu(const Tensor& x, int64_t kind, double a, double b, double 
 }
 
 // out: where the result goes, which may be grad.
-Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, int64_t kind, double a, double b, double c,
-                               const OptTensor& out) {
-  const Act act = act_of(kind, a, b, c);
+Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out) {
   Tensor result = out ? *out : at::empty_like(grad);
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   const auto* g = static_cast<const char*>(grad.const_data_ptr());
@@ -122,14 +121,16 @@ Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, int64_t kind
   return result;
 }
 
-Tensor smooth_act_meta(const Tensor& x, int64_t, double, double, double) { return at::empty_like(x); }
-Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, double,
-                                const OptTensor& out) {
+Tensor smooth_act_meta(const Tensor& x, const Act&) { return at::empty_like(x); }
+Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, const Act&, const OptTensor& out) {
   return out ? *out : at::empty_like(grad);
 }
 
-const c10::OperatorHandle& smooth_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_smooth_act", "");
+using SmoothOp = RawOp<Tensor(const Tensor& x, const Act& act)>;
+using SmoothBackwardOp = RawOp<Tensor(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out)>;
+
+const SmoothOp& smooth_op() {
+  static const SmoothOp op("tsmem::_smooth_act");
   return op;
 }
 
@@ -139,7 +140,7 @@ bool smooth_usable(const Tensor& x, const Act& act) {
   const bool slow = act.kind == ActKind::gelu_tanh || act.kind == ActKind::elu || act.kind == ActKind::softplus ||
                     act.kind == ActKind::mish;
   return slow && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() && !x.is_neg() &&
-         has_kernel(smooth_op(), x);
+         has_kernel(smooth_op().handle(), x);
 }
 
 // --- Autograd
@@ -147,9 +148,7 @@ bool smooth_usable(const Tensor& x, const Act& act) {
 
 void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
   ctx->set_materialize_grads(false);
-  ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
-  ctx->saved_data["a"] = act.a;
-  ctx->saved_data["b"] = act.b;
+  save_act(ctx, act);
   ctx->saved_data["strides"] = strides;
 }
 
@@ -170,10 +169,9 @@ struct ActBackward : torch::autograd::Function<ActBackward> {
 
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
   if (!grad.defined()) return {};
-  auto& data = ctx->saved_data;
-  const Act act = act_of(data["kind"].toInt(), data["a"].toDouble(), data["b"].toDouble());
+  const Act act = saved_act(ctx);
   const Tensor mask = ctx->get_saved_variables()[0];
-  const auto strides = data["strides"].toIntVector();
+  const auto strides = ctx->saved_data["strides"].toIntVector();
   return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides))
                           : act_mask_backward(grad, mask, act, strides);
 }
@@ -193,8 +191,7 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
 // Any activation: by our kernel where that is the faster one.
 Tensor smooth_act(const Tensor& x, const Act& act) {
   if (!smooth_usable(x, act)) return stock_act(x, act);
-  static const auto op = smooth_op().typed<Tensor(const Tensor&, int64_t, double, double, double)>();
-  return op.call(x, static_cast<int64_t>(act.kind), act.a, act.b, act.c);
+  return smooth_op()(x, act);
 }
 
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
@@ -203,11 +200,8 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
   // Stock's formulas where they are to be differentiated again.
   if (!at::GradMode::is_enabled() && smooth_usable(x, act) && grad.strides() == x.strides() && !grad.is_neg() &&
       grad.scalar_type() == x.scalar_type()) {
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("tsmem::_smooth_act_backward", "")
-            .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, double, const OptTensor&)>();
-    return op.call(grad, x, static_cast<int64_t>(act.kind), act.a, act.b, act.c, optional(own));
+    static const SmoothBackwardOp op("tsmem::_smooth_act_backward");
+    return op(grad, x, act, optional(own));
   }
   // ATen's derivatives of these two have no derivative; the same formulas do, of differentiable operators
   // (derivatives.yaml: infinitely_differentiable_silu_backward, …_mish_backward).
@@ -250,16 +244,13 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
     Keeper keeper;
     keeper.add(x);
     keeper.save(ctx);
-    ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
-    ctx->saved_data["args"] = std::vector<double>{act.a, act.b, act.c};
+    save_act(ctx, act);
     return smooth_act(x, act);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
     const Kept kept(ctx);
-    const auto args = ctx->saved_data["args"].toDoubleVector();
-    const Act act{static_cast<ActKind>(ctx->saved_data["kind"].toInt()), args[0], args[1], args[2]};
-    std::vector<Tensor> g{smooth_backward(grads[0], kept[0], act)};
+    std::vector<Tensor> g{smooth_backward(grads[0], kept[0], saved_act(ctx))};
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "act", grads[0]);
     return {g[0], Tensor()};
   }
@@ -299,12 +290,12 @@ void register_act(torch::Library& m) {
   m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
   m.impl("_act_mask", c10::DispatchKey::CPU, TORCH_FN(act_mask_cpu));
   m.impl("_act_mask_backward", c10::DispatchKey::CPU, TORCH_FN(act_mask_backward_cpu));
-  m.impl("_smooth_act", c10::DispatchKey::CPU, TORCH_FN(smooth_act_cpu));
-  m.impl("_smooth_act_backward", c10::DispatchKey::CPU, TORCH_FN(smooth_act_backward_cpu));
+  m.impl("_smooth_act", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&smooth_act_cpu>::call)));
+  m.impl("_smooth_act_backward", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&smooth_act_backward_cpu>::call)));
   m.impl("_act_mask", c10::DispatchKey::Meta, TORCH_FN(act_mask_meta));
   m.impl("_act_mask_backward", c10::DispatchKey::Meta, TORCH_FN(act_mask_backward_meta));
-  m.impl("_smooth_act", c10::DispatchKey::Meta, TORCH_FN(smooth_act_meta));
-  m.impl("_smooth_act_backward", c10::DispatchKey::Meta, TORCH_FN(smooth_act_backward_meta));
+  m.impl("_smooth_act", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_meta>::call)));
+  m.impl("_smooth_act_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_backward_meta>::call)));
 }
 
 }  // namespace tsmem

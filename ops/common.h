@@ -6,8 +6,6 @@
 #include <optional>
 #include <string>
 
-#include "act.h"
-
 namespace tsmem {
 
 using OptTensor = std::optional<at::Tensor>;
@@ -16,9 +14,6 @@ inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::T
 inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
 // Nothing where an undefined tensor stands for nothing.
 inline OptTensor defined(const OptTensor& t) { return t ? optional(*t) : OptTensor(); }
-
-// relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
-Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 
 // Under autocast TorchScript casts operands by lists of its own, which are not those of eager mode
 // (torch/csrc/jit/passes/autocast.cpp): sums, products, layer and group norms, GELU and softplus run in float32 there,
@@ -29,6 +24,10 @@ at::Tensor as_scripted(const at::Tensor& t);
 
 // Whether as_scripted() would cast a tensor on this device.
 bool scripted_autocast(at::DeviceType device);
+
+inline bool low_precision(const at::Tensor& t) {
+  return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf;
+}
 
 // While this lives in a thread, its ops follow eager mode's lists.
 struct EagerAutocast {
@@ -50,12 +49,6 @@ inline bool makes_new(int64_t in_place) { return in_place == kNew || in_place ==
 
 // Whether an op that writes to `target` gives what the op gives that makes a new tensor.
 bool same_in_place(const at::Tensor& target, const at::Tensor& other);
-
-// The stock ATen op of an activation (differentiable), for dtypes and devices without a kernel of ours.
-at::Tensor stock_act(const at::Tensor& x, const Act& act);
-
-// True where autocast around us would change the dtype of the stock activation.
-bool autocast_casts(const at::Tensor& x, const Act& act);
 
 // True where autograd will record: grad mode is on and one of the tensors requires grad.
 template <class... T>

@@ -8,6 +8,7 @@
 // CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
 // one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
 // captured, whose replays move the counter, the stock ops are called.
+#include "act.h"
 #include "recompute.h"
 #include "registration.h"
 

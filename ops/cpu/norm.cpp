@@ -10,6 +10,7 @@
 
 #include "cpu_dtype.h"
 #include "norm_ops.h"
+#include "raw_op.h"
 #include "registration.h"
 
 namespace tsmem {
@@ -315,12 +316,12 @@ void with_acc(at::ScalarType t, F f) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const OptTensor& weight,
                                                        const OptTensor& bias, const OptTensor& running_mean,
                                                        const OptTensor& running_var, const OptTensor& other,
-                                                       bool training, double momentum, double eps, int64_t act,
-                                                       double act_a, double act_b, double act_c, bool keep_mask) {
+                                                       bool training, double momentum, double eps, const Act& act,
+                                                       bool keep_mask) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   Tensor out = at::empty_like(x, x.options(), format);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   Tensor mean = at::empty({m.args.channels}, options), invstd = at::empty({m.args.channels}, options);
@@ -336,12 +337,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, cons
 
 // act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.
 Tensor apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                 const Tensor& invstd, const OptTensor& other, int64_t act, double act_a, double act_b, double act_c,
-                 const OptTensor& out_memory) {
+                 const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& out_memory) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   const bool reuse = out_memory && out_memory->strides() == x.strides();
   Tensor out = reuse ? *out_memory : at::empty_like(x, x.options(), format);
   m.args.x = x.const_data_ptr();
@@ -357,7 +357,7 @@ Tensor apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& 
 }
 
 Tensor apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
-                  const OptTensor&, int64_t, double, double, double, const OptTensor&) {
+                  const OptTensor&, const Act&, const OptTensor&) {
   return at::empty_symint(input.sym_sizes(), input.options(), feature_format(input.dim(), is_channels_last(input)));
 }
 
@@ -365,13 +365,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
                                                         const OptTensor& weight, const OptTensor& bias,
                                                         const Tensor& mean, const Tensor& invstd,
                                                         const OptTensor& other, const OptTensor& mask, bool training,
-                                                        bool channels_last, int64_t act, double act_a, double act_b,
-                                                        double act_c, std::array<bool, 4> want, bool overwrite) {
+                                                        bool channels_last, const Act& act, std::array<bool, 4> want,
+                                                        bool overwrite) {
   const auto format = feature_format(grad_output.dim(), channels_last);
   const Tensor g = grad_output.contiguous(format);
   const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
   const Tensor bits = mask ? mask->contiguous() : Tensor();
-  Map m(g, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(g, channels_last, act);
   m.args.from_mask = bits.defined();
   m.args.grad = g.const_data_ptr();
   if (x.defined()) m.args.x = x.const_data_ptr();
@@ -394,8 +394,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
                                                         const OptTensor&, const OptTensor&, const OptTensor&, bool,
-                                                        double, double, int64_t, double, double, double,
-                                                        bool keep_mask) {
+                                                        double, double, const Act&, bool keep_mask) {
   const bool channels_last = is_channels_last(input);
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   const auto channels = input.sym_size(1);
@@ -412,8 +411,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, con
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& g, const OptTensor&, const OptTensor&,
                                                          const OptTensor&, const Tensor&, const Tensor&,
                                                          const OptTensor&, const OptTensor&, bool, bool channels_last,
-                                                         int64_t, double, double, double, std::array<bool, 4> want,
-                                                         bool) {
+                                                         const Act&, std::array<bool, 4> want, bool) {
   const auto format = feature_format(g.dim(), channels_last);
   auto map = [&](bool wanted) { return wanted ? at::empty_symint(g.sym_sizes(), g.options(), format) : Tensor(); };
   auto vector = [&](bool wanted) {
@@ -446,15 +444,17 @@ void parallel_planes(const NormPoolArgs& p, int64_t numel, F f) {
   at::parallel_for(0, planes, std::max<int64_t>(1, kSerial * planes / std::max<int64_t>(numel, 1)), f);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
-    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
-    const OptTensor& running_var, bool training, double momentum, double eps, int64_t act, double act_a, double act_b,
-    double act_c, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-    at::IntArrayRef out_size, bool keep_positions) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(const Tensor& input, const OptTensor& weight,
+                                                            const OptTensor& bias, const OptTensor& running_mean,
+                                                            const OptTensor& running_var, bool training,
+                                                            double momentum, double eps, const Act& act,
+                                                            at::IntArrayRef kernel, at::IntArrayRef stride,
+                                                            at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                            at::IntArrayRef out_size, bool keep_positions) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
   const Tensor x = input.contiguous(format);
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   Tensor mean = at::empty({m.args.channels}, options), invstd = at::empty({m.args.channels}, options);
   m.args.x = x.const_data_ptr();
@@ -476,13 +476,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_cpu(
 
 // The pooled output again, from statistics and positions that are known.
 Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                      const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b,
-                      double act_c, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-                      at::IntArrayRef dilation, at::IntArrayRef out_size) {
+                      const Tensor& invstd, const Tensor& positions, const Act& act, at::IntArrayRef kernel,
+                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                      at::IntArrayRef out_size) {
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
   const Tensor x = input.contiguous(format), taken = positions.contiguous(format);
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   m.args.x = x.const_data_ptr();
   Tensor out = at::empty({x.size(0), x.size(1), out_size[0], out_size[1]}, x.options(), format);
   with_acc(x.scalar_type(), [&](auto zero) {
@@ -497,8 +497,8 @@ Tensor pool_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTen
 }
 
 Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
-                       const Tensor&, int64_t, double, double, double, at::IntArrayRef, at::IntArrayRef,
-                       at::IntArrayRef, at::IntArrayRef, at::IntArrayRef out_size) {
+                       const Tensor&, const Act&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
+                       at::IntArrayRef out_size) {
   return at::empty_symint({input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]}, input.options(),
                           feature_format(4, is_channels_last(input)));
 }
@@ -506,13 +506,12 @@ Tensor pool_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, 
 std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, const Tensor& input,
                                                      const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                      const Tensor& invstd, const Tensor& positions, bool training,
-                                                     bool channels_last, int64_t act, double act_a, double act_b,
-                                                     double act_c, at::IntArrayRef kernel, at::IntArrayRef stride,
-                                                     at::IntArrayRef padding, at::IntArrayRef dilation,
-                                                     std::array<bool, 3> want) {
+                                                     bool channels_last, const Act& act, at::IntArrayRef kernel,
+                                                     at::IntArrayRef stride, at::IntArrayRef padding,
+                                                     at::IntArrayRef dilation, std::array<bool, 3> want) {
   const auto format = feature_format(4, channels_last);
   const Tensor g = grad_output.contiguous(format), x = input.contiguous(format), taken = positions.contiguous(format);
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   m.args.x = x.const_data_ptr();
   m.args.grad = g.const_data_ptr();
   Tensor grads[3];
@@ -559,9 +558,9 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_cpu(const Tensor& grad_output, 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
                                                              const OptTensor&, const OptTensor&, bool, double, double,
-                                                             int64_t, double, double, double, at::IntArrayRef kernel,
-                                                             at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
-                                                             at::IntArrayRef out_size, bool keep_positions) {
+                                                             const Act&, at::IntArrayRef kernel, at::IntArrayRef,
+                                                             at::IntArrayRef, at::IntArrayRef, at::IntArrayRef out_size,
+                                                             bool keep_positions) {
   const auto format = feature_format(4, is_channels_last(input));
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   const std::vector<c10::SymInt> sizes{input.sym_size(0), input.sym_size(1), out_size[0], out_size[1]};
@@ -573,9 +572,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_meta(const Tensor& input
 
 std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tensor& x, const OptTensor&,
                                                       const OptTensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                      bool, bool channels_last, int64_t, double, double, double,
+                                                      bool, bool channels_last, const Act&, at::IntArrayRef,
                                                       at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
-                                                      at::IntArrayRef, std::array<bool, 3> want) {
+                                                      std::array<bool, 3> want) {
   auto vector = [&](bool wanted) {
     return wanted ? at::empty_symint({x.sym_size(1)}, x.options().dtype(acc_type(x.scalar_type()))) : Tensor();
   };
@@ -588,13 +587,12 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_meta(const Tensor&, const Tenso
 // Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with
 // last_dim, along the last dimension ([C]).
 Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                      const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a,
-                      double act_b, double act_c) {
+                      const OptTensor& mean, const OptTensor& invstd, bool last_dim, const Act& act) {
   const bool channels_last = !last_dim && is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   Tensor x = input.contiguous(format), g = grad_output.contiguous(format);
   if (last_dim) x = x.view({-1, x.size(-1)}), g = g.view({-1, g.size(-1)});
-  Map m(x, channels_last, act_of(act, act_a, act_b, act_c));
+  Map m(x, channels_last, act);
   NormArgs& a = m.args;
   a.x = x.const_data_ptr();
   a.grad = g.const_data_ptr();
@@ -645,7 +643,7 @@ Tensor scale_grad_cpu(const Tensor& grad_output, const Tensor& input, const OptT
 }
 
 Tensor scale_grad_meta(const Tensor&, const Tensor& input, const OptTensor&, const OptTensor&, const OptTensor&,
-                       const OptTensor&, bool last_dim, int64_t, double, double, double) {
+                       const OptTensor&, bool last_dim, const Act&) {
   const auto options = input.options().dtype(acc_type(input.scalar_type()));
   if (last_dim) return at::empty_symint({input.sym_size(-1)}, options);
   return at::empty_symint({input.sym_size(0), input.sym_size(1)}, options);
@@ -690,20 +688,23 @@ void register_norm(torch::Library& m) {
       "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
       "last_dim, int act, "
       "float act_a, float act_b, float act_c) -> Tensor");
-  m.impl("_batch_norm_act_apply", c10::DispatchKey::CPU, TORCH_FN(apply_cpu));
-  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::CPU, TORCH_FN(pool_apply_cpu));
-  m.impl("_batch_norm_act_forward", c10::DispatchKey::CPU, TORCH_FN(forward_cpu));
-  m.impl("_batch_norm_act_backward", c10::DispatchKey::CPU, TORCH_FN(backward_cpu));
-  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::CPU, TORCH_FN(pool_forward_cpu));
-  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::CPU, TORCH_FN(pool_backward_cpu));
-  m.impl("_scale_grad", c10::DispatchKey::CPU, TORCH_FN(scale_grad_cpu));
-  m.impl("_batch_norm_act_apply", c10::DispatchKey::Meta, TORCH_FN(apply_meta));
-  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::Meta, TORCH_FN(pool_apply_meta));
-  m.impl("_batch_norm_act_forward", c10::DispatchKey::Meta, TORCH_FN(forward_meta));
-  m.impl("_batch_norm_act_backward", c10::DispatchKey::Meta, TORCH_FN(backward_meta));
-  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::Meta, TORCH_FN(pool_forward_meta));
-  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::Meta, TORCH_FN(pool_backward_meta));
-  m.impl("_scale_grad", c10::DispatchKey::Meta, TORCH_FN(scale_grad_meta));
+  m.impl("_batch_norm_act_apply", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&apply_cpu>::call)));
+  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&pool_apply_cpu>::call)));
+  m.impl("_batch_norm_act_forward", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&forward_cpu>::call)));
+  m.impl("_batch_norm_act_backward", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&backward_cpu>::call)));
+  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&pool_forward_cpu>::call)));
+  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::CPU,
+         TORCH_FN((FromSchema<&pool_backward_cpu>::call)));
+  m.impl("_scale_grad", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&scale_grad_cpu>::call)));
+  m.impl("_batch_norm_act_apply", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&apply_meta>::call)));
+  m.impl("_batch_norm_act_max_pool2d_apply", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&pool_apply_meta>::call)));
+  m.impl("_batch_norm_act_forward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&forward_meta>::call)));
+  m.impl("_batch_norm_act_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&backward_meta>::call)));
+  m.impl("_batch_norm_act_max_pool2d_forward", c10::DispatchKey::Meta,
+         TORCH_FN((FromSchema<&pool_forward_meta>::call)));
+  m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::Meta,
+         TORCH_FN((FromSchema<&pool_backward_meta>::call)));
+  m.impl("_scale_grad", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&scale_grad_meta>::call)));
 }
 
 }  // namespace tsmem
