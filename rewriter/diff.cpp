@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <variant>
 
+#include "ops/traits.h"
 #include "rewriter/alignment.h"
 #include "rewriter/error.h"
 #include "rewriter/text.h"
@@ -411,9 +412,7 @@ const Graph* graph_of(Function* f) {
 
 // The method that tsmem::checkpoint or tsmem::autocast calls; null for other nodes.
 Function* method_called_by_op(const Node* n) {
-  static const std::set<Symbol> callers = {Symbol::fromQualString("tsmem::checkpoint"),
-                                           Symbol::fromQualString("tsmem::autocast")};
-  if (!callers.count(n->kind())) return nullptr;
+  if (!traits_of(n->kind().toQualString()).calls_method) return nullptr;
   auto type = n->input(0)->type()->cast<c10::ClassType>();
   auto name = toIValue(n->input(1));
   return type && name ? type->findMethod(name->toStringRef()) : nullptr;

@@ -20,6 +20,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "ops/traits.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 
@@ -369,8 +370,7 @@ class Recorder : public c10::MemoryReportingInfoBase {
     int64_t node;  // in backward: as in Allocation
   };
 
-  // Operators that only call a method, in which the ops are.
-  static bool calls_method(const Frame& f) { return f.name == "tsmem::autocast" || f.name == "tsmem::checkpoint"; }
+  static bool calls_method(const Frame& f) { return traits_of(f.name).calls_method; }
 
   // Where the interpreter's call stack begins, if not at the root.
   static const Place* begun_at() {
