@@ -3,8 +3,7 @@
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
 // in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as
 // stock's, the output.
-#include "act.h"
-
+#include "act_table.h"
 #include "activation.h"
 #include "common.h"
 #include "cpu/mask.h"
@@ -33,7 +32,7 @@ Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides
 
 std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
   const Act act = act_of(kind, a, b);
-  const bool fused = act.kind != ActKind::hardsigmoid;
+  const bool fused = mask_writes_output(act.kind);
   Tensor y = fused ? at::empty_like(x) : stock_act(x, act);
   const Tensor dense = in_layout(x, y.sizes(), y.strides());
   Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
@@ -134,13 +133,11 @@ const SmoothOp& smooth_op() {
   return op;
 }
 
-// Where stock's kernel is the slower one (gelu, silu and hardswish are as fast). float64 is stock's, bit for bit: its
-// functions are the C library's here too, one element at a time.
+// Where our kernel is the faster one. float64 is PyTorch's, bit for bit: its functions are the C library's here too,
+// one element at a time.
 bool smooth_usable(const Tensor& x, const Act& act) {
-  const bool slow = act.kind == ActKind::gelu_tanh || act.kind == ActKind::elu || act.kind == ActKind::softplus ||
-                    act.kind == ActKind::mish;
-  return slow && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() && !x.is_neg() &&
-         has_kernel(smooth_op().handle(), x);
+  return info_of(act.kind).faster_here && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() &&
+         !x.is_neg() && has_kernel(smooth_op().handle(), x);
 }
 
 // --- Autograd
@@ -213,29 +210,10 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
     const Tensor t = at::softplus(x).tanh();
     return grad * (t + x * x.sigmoid() * (1 - t * t));
   }
-  const char* approximate = act.kind == ActKind::gelu_tanh ? "tanh" : "none";
-  switch (act.kind) {
-    case ActKind::silu:
-      return reuse ? at::silu_backward_out(own, grad, x) : at::silu_backward(grad, x);
-    case ActKind::hardswish:
-      return at::hardswish_backward(grad, x);
-    case ActKind::gelu:
-    case ActKind::gelu_tanh:
-      return reuse ? at::gelu_backward_out(own, grad, x, approximate) : at::gelu_backward(grad, x, approximate);
-    case ActKind::elu:
-      return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
-    case ActKind::softplus:
-      return at::softplus_backward(grad, x, act.a, act.b);
-    case ActKind::mish:
-      return at::mish_backward(grad, x);
-    default:
-      TORCH_INTERNAL_ASSERT(false);
-  }
+  return stock_act_backward(grad, x, act, own);
 }
 
-bool smooth(ActKind kind) {
-  return !one_bit(kind) && kind != ActKind::identity && kind != ActKind::sigmoid && kind != ActKind::tanh;
-}
+bool smooth(ActKind kind) { return info_of(kind).saves == ActSaves::input; }
 
 // The derivative from an input that may be made again.
 struct SmoothAct : torch::autograd::Function<SmoothAct> {

@@ -3,132 +3,96 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "act_table.h"
 #include "common.h"
 
 namespace tsmem {
 
 Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
-  struct Entry {
-    const char* name;
-    ActKind kind;
-    size_t args;
-  };
-  static const Entry entries[] = {{"identity", ActKind::identity, 0},
-                                  {"relu", ActKind::relu, 0},
-                                  {"hardtanh", ActKind::hardtanh, 2},
-                                  {"threshold", ActKind::threshold, 2},
-                                  {"leaky_relu", ActKind::leaky_relu, 1},
-                                  {"hardsigmoid", ActKind::hardsigmoid, 0},
-                                  {"silu", ActKind::silu, 0},
-                                  {"hardswish", ActKind::hardswish, 0},
-                                  {"gelu", ActKind::gelu, 0},
-                                  {"gelu_tanh", ActKind::gelu_tanh, 0},
-                                  {"sigmoid", ActKind::sigmoid, 0},
-                                  {"tanh", ActKind::tanh, 0},
-                                  {"elu", ActKind::elu, 3},
-                                  {"softplus", ActKind::softplus, 2},
-                                  {"mish", ActKind::mish, 0}};
-  for (const Entry& e : entries) {
-    if (name != e.name) continue;
-    TORCH_CHECK_VALUE(args.size() == e.args, "tsmem: the activation '", e.name, "' takes ", e.args, " arguments, not ",
-                      args.size());
-    Act act{e.kind};
-    if (e.args > 0) act.a = args[0];
-    if (e.args > 1) act.b = args[1];
-    if (e.args > 2) act.c = args[2];
+  for (const ActInfo& info : kActivations) {
+    if (name != info.name) continue;
+    const auto arguments = static_cast<size_t>(info.arguments);
+    TORCH_CHECK_VALUE(args.size() == arguments, "tsmem: the activation '", name, "' takes ", arguments,
+                      " arguments, not ", args.size());
+    Act act{info.kind};
+    if (arguments > 0) act.a = args[0];
+    if (arguments > 1) act.b = args[1];
+    if (arguments > 2) act.c = args[2];
     return act;
   }
   TORCH_CHECK_VALUE(false, "tsmem: no activation is named '", name, "'");
 }
 
 namespace {
-// The activations that TorchScript's autocast runs in float32.
-bool runs_in_float(ActKind kind) {
-  return kind == ActKind::gelu || kind == ActKind::gelu_tanh || kind == ActKind::softplus;
+
+// PyTorch's operators of one activation.
+struct Operators {
+  std::optional<c10::OperatorHandle> forward, backward;
+};
+
+const Operators& operators_of(ActKind kind) {
+  static const auto all = [] {
+    std::vector<Operators> found;
+    for (const ActInfo& info : kActivations) {
+      const auto find = [&](const char* ending) -> std::optional<c10::OperatorHandle> {
+        if (!info.operator_name) return std::nullopt;
+        return c10::Dispatcher::singleton().findSchema({std::string("aten::") + info.operator_name + ending, ""});
+      };
+      found.push_back({find(""), find("_backward")});
+    }
+    return found;
+  }();
+  return all[static_cast<size_t>(kind)];
 }
+
+template <class... A>
+at::Tensor call(const c10::OperatorHandle& op, A... arguments) {
+  return op.typed<at::Tensor(A...)>().call(arguments...);
+}
+
+// An operator whose arguments are those of the activation, behind `first`.
+template <class... First>
+at::Tensor call_act(const c10::OperatorHandle& op, const Act& act, const First&... first) {
+  using Number = const at::Scalar&;
+  const ActInfo& info = info_of(act.kind);
+  if (info.approximate) return call<const First&..., c10::string_view>(op, first..., info.approximate);
+  switch (info.arguments) {
+    case 0:
+      return call<const First&...>(op, first...);
+    case 1:
+      return call<const First&..., Number>(op, first..., act.a);
+    case 2:
+      return call<const First&..., Number, Number>(op, first..., act.a, act.b);
+    default:
+      return call<const First&..., Number, Number, Number>(op, first..., act.a, act.b, act.c);
+  }
+}
+
 }  // namespace
 
 at::Tensor stock_act(const at::Tensor& input, const Act& act) {
-  const at::Tensor x = runs_in_float(act.kind) ? as_scripted(input) : input;
-  switch (act.kind) {
-    case ActKind::identity:
-      return x;
-    case ActKind::relu:
-      return at::relu(x);
-    case ActKind::hardtanh:
-      return at::hardtanh(x, act.a, act.b);
-    case ActKind::threshold:
-      return at::threshold(x, act.a, act.b);
-    case ActKind::leaky_relu:
-      return at::leaky_relu(x, act.a);
-    case ActKind::hardsigmoid:
-      return at::hardsigmoid(x);
-    case ActKind::silu:
-      return at::silu(x);
-    case ActKind::hardswish:
-      return at::hardswish(x);
-    case ActKind::gelu:
-      return at::gelu(x, "none");
-    case ActKind::gelu_tanh:
-      return at::gelu(x, "tanh");
-    case ActKind::sigmoid:
-      return at::sigmoid(x);
-    case ActKind::tanh:
-      return at::tanh(x);
-    case ActKind::elu:
-      return at::elu(x, act.a, act.b, act.c);
-    case ActKind::softplus:
-      return at::softplus(x, act.a, act.b);
-    case ActKind::mish:
-      return at::mish(x);
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  const at::Tensor x = info_of(act.kind).scripted_in_float ? as_scripted(input) : input;
+  const auto& op = operators_of(act.kind).forward;
+  return op ? call_act(*op, act, x) : x;
 }
 
-namespace {
-const char* stock_name(ActKind kind) {
-  switch (kind) {
-    case ActKind::identity:
-      return nullptr;
-    case ActKind::relu:
-      return "aten::relu";
-    case ActKind::hardtanh:
-      return "aten::hardtanh";
-    case ActKind::threshold:
-      return "aten::threshold";
-    case ActKind::leaky_relu:
-      return "aten::leaky_relu";
-    case ActKind::hardsigmoid:
-      return "aten::hardsigmoid";
-    case ActKind::silu:
-      return "aten::silu";
-    case ActKind::hardswish:
-      return "aten::hardswish";
-    case ActKind::gelu:
-    case ActKind::gelu_tanh:
-      return "aten::gelu";
-    case ActKind::sigmoid:
-      return "aten::sigmoid";
-    case ActKind::tanh:
-      return "aten::tanh";
-    case ActKind::elu:
-      return "aten::elu";
-    case ActKind::softplus:
-      return "aten::softplus";
-    case ActKind::mish:
-      return "aten::mish";
-  }
-  return nullptr;
+at::Tensor stock_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own) {
+  if (own.defined() && act.kind == ActKind::silu) return at::silu_backward_out(own, grad, x);
+  if (own.defined() && info_of(act.kind).approximate)
+    return at::gelu_backward_out(own, grad, x, info_of(act.kind).approximate);
+  // The one whose derivative may also be taken from the output.
+  if (act.kind == ActKind::elu) return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
+  const auto& op = operators_of(act.kind).backward;
+  TORCH_INTERNAL_ASSERT(op);
+  return call_act(*op, act, grad, x);
 }
-}  // namespace
 
 bool autocast_casts(const at::Tensor& x, const Act& act) {
-  const char* name = stock_name(act.kind);
   const auto device = x.device().type();
-  if (runs_in_float(act.kind) && low_precision(x) && scripted_autocast(device)) return true;
-  if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
-  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  if (info_of(act.kind).scripted_in_float && low_precision(x) && scripted_autocast(device)) return true;
+  const auto& op = operators_of(act.kind).forward;
+  if (!op || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  return op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
 }
 
 void save_act(torch::autograd::AutogradContext* ctx, const Act& act) {

@@ -13,6 +13,10 @@ Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 // PyTorch's own operator of an activation (differentiable), for dtypes and devices without a kernel of ours.
 at::Tensor stock_act(const at::Tensor& x, const Act& act);
 
+// PyTorch's own derivative of a smooth activation (ActSaves::input). `own`: memory that may become the result, or
+// undefined.
+at::Tensor stock_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own);
+
 // True where autocast around us would change the dtype of stock_act().
 bool autocast_casts(const at::Tensor& x, const Act& act);
 

@@ -6,6 +6,7 @@
 //   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth;
 //   else bits
 
+#include "act_table.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"

@@ -4,6 +4,7 @@
 // windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
 // backward returns.
 
+#include "act_table.h"
 #include "norm_ops.h"
 #include "raw_op.h"
 #include "recompute.h"

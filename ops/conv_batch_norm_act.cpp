@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "act_table.h"
 #include "norm_ops.h"
 #include "registration.h"
 

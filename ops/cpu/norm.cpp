@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 
+#include "act_table.h"
 #include "cpu_dtype.h"
 #include "norm_ops.h"
 #include "raw_op.h"

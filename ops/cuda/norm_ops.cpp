@@ -2,6 +2,7 @@
 // here waits for the device.
 #include "norm_ops.h"
 
+#include "act_table.h"
 #include "cuda/device.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
