@@ -33,7 +33,7 @@ TSMEM_INLINE uint32_t float_to_bits(float f) {
 // a * b + c, in one rounding where the instruction set has it. Compilers may not contract by themselves here: a
 // pre-activation must be the same number wherever it is computed.
 TSMEM_INLINE float mad(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;

@@ -16,27 +16,6 @@
 
 namespace tsmem {
 
-#define TSMEM_TABLES(isa)                               \
-  namespace isa {                                       \
-  extern const NormKernels norm_kernels_table;          \
-  extern const NormPoolKernels norm_pool_kernels_table; \
-  }
-TSMEM_TABLES(baseline)
-TSMEM_TABLES(avx2)
-TSMEM_TABLES(avx512)
-
-const NormKernels& norm_kernels() {
-  static const NormKernels& table =
-      choose(baseline::norm_kernels_table, avx2::norm_kernels_table, avx512::norm_kernels_table);
-  return table;
-}
-
-const NormPoolKernels& norm_pool_kernels() {
-  static const NormPoolKernels& table =
-      choose(baseline::norm_pool_kernels_table, avx2::norm_pool_kernels_table, avx512::norm_pool_kernels_table);
-  return table;
-}
-
 namespace {
 
 using at::Tensor;
