@@ -6,9 +6,6 @@
 #include "act_table.h"
 #include "activation.h"
 #include "common.h"
-#include "cpu/mask.h"
-#include "cpu/smooth_act.h"
-#include "cpu_dtype.h"
 #include "raw_op.h"
 #include "recompute.h"
 #include "registration.h"
@@ -19,60 +16,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// `x` in the strides of `like`: itself, or a copy.
-Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  bool same = true;
-  for (size_t d = 0; d < sizes.size(); ++d) same = same && (sizes[d] == 1 || x.stride(d) == strides[d]);
-  return same ? x : at::empty_strided(sizes, strides, x.options()).copy_(x);
-}
-
-// --- Kernels
-// --------------------------------------------------------------------------------------------------------------------
-
-std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
-  const Act act = act_of(kind, a, b);
-  const bool fused = mask_writes_output(act.kind);
-  Tensor y = fused ? at::empty_like(x) : stock_act(x, act);
-  const Tensor dense = in_layout(x, y.sizes(), y.strides());
-  Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
-  const auto* from = static_cast<const char*>(dense.const_data_ptr());
-  auto* to = fused ? static_cast<char*>(y.mutable_data_ptr()) : nullptr;
-  auto* bits = mask.mutable_data_ptr<uint8_t>();
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t n = x.numel(), size = x.element_size();
-  // By whole bytes of the mask.
-  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
-    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
-    mask_kernels().pack(dtype, act, from + first * size, to ? to + first * size : nullptr, bits + begin, count);
-  });
-  return {y, mask};
-}
-
-std::tuple<Tensor, Tensor> act_mask_meta(const Tensor& x, int64_t, double, double) {
-  return {at::empty_like(x), at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte))};
-}
-
-Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
-                             at::IntArrayRef strides) {
-  const Tensor dense = in_layout(grad, grad.sizes(), strides);
-  Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
-  const Act act = act_of(kind, a, b);
-  const auto* from = static_cast<const char*>(dense.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  const auto* bits = mask.const_data_ptr<uint8_t>();
-  const Dtype dtype = cpu_dtype(grad.scalar_type());
-  const int64_t n = grad.numel(), size = grad.element_size();
-  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
-    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
-    mask_kernels().apply(dtype, act, from + first * size, bits + begin, to + first * size, count);
-  });
-  return out;
-}
-
-Tensor act_mask_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, at::IntArrayRef strides) {
-  return at::empty_strided(grad.sizes(), strides, grad.options());
-}
 
 const c10::OperatorHandle& forward_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
@@ -91,40 +34,6 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
-constexpr int64_t kSerial = 1 << 14;  // elements that are not worth a second thread
-
-// x and grad: dense, with the same strides, which the results have too.
-Tensor smooth_act_cpu(const Tensor& x, const Act& act) {
-  Tensor y = at::empty_like(x);
-  const auto* from = static_cast<const char*>(x.const_data_ptr());
-  auto* to = static_cast<char*>(y.mutable_data_ptr());
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
-    smooth_act_kernels().forward(dtype, act, from + begin * size, to + begin * size, end - begin);
-  });
-  return y;
-}
-
-// out: where the result goes, which may be grad.
-Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out) {
-  Tensor result = out ? *out : at::empty_like(grad);
-  const auto* from = static_cast<const char*>(x.const_data_ptr());
-  const auto* g = static_cast<const char*>(grad.const_data_ptr());
-  auto* to = static_cast<char*>(result.mutable_data_ptr());
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
-    smooth_act_kernels().backward(dtype, act, from + begin * size, g + begin * size, to + begin * size, end - begin);
-  });
-  return result;
-}
-
-Tensor smooth_act_meta(const Tensor& x, const Act&) { return at::empty_like(x); }
-Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, const Act&, const OptTensor& out) {
-  return out ? *out : at::empty_like(grad);
-}
-
 using SmoothOp = RawOp<Tensor(const Tensor& x, const Act& act)>;
 using SmoothBackwardOp = RawOp<Tensor(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out)>;
 
@@ -139,9 +48,6 @@ bool smooth_usable(const Tensor& x, const Act& act) {
   return info_of(act.kind).faster_here && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() &&
          !x.is_neg() && has_kernel(smooth_op().handle(), x);
 }
-
-// --- Autograd
-// -------------------------------------------------------------------------------------------------------------------
 
 void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
   ctx->set_materialize_grads(false);
@@ -266,14 +172,6 @@ void register_act(torch::Library& m) {
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
   m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
-  m.impl("_act_mask", c10::DispatchKey::CPU, TORCH_FN(act_mask_cpu));
-  m.impl("_act_mask_backward", c10::DispatchKey::CPU, TORCH_FN(act_mask_backward_cpu));
-  m.impl("_smooth_act", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&smooth_act_cpu>::call)));
-  m.impl("_smooth_act_backward", c10::DispatchKey::CPU, TORCH_FN((FromSchema<&smooth_act_backward_cpu>::call)));
-  m.impl("_act_mask", c10::DispatchKey::Meta, TORCH_FN(act_mask_meta));
-  m.impl("_act_mask_backward", c10::DispatchKey::Meta, TORCH_FN(act_mask_backward_meta));
-  m.impl("_smooth_act", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_meta>::call)));
-  m.impl("_smooth_act_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_backward_meta>::call)));
 }
 
 }  // namespace tsmem

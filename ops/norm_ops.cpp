@@ -3,6 +3,7 @@
 #include <c10/core/DispatchKeySet.h>
 
 #include "raw_op.h"
+#include "registration.h"
 
 namespace tsmem {
 
@@ -89,6 +90,45 @@ int64_t dtype_of(const OptTensor& t) { return t && t->defined() ? static_cast<in
 
 Tensor in_dtype(const Tensor& grad, const at::IValue& dtype) {
   return grad.defined() ? grad.to(static_cast<at::ScalarType>(dtype.toInt())) : grad;
+}
+
+void register_norm(torch::Library& m) {
+  m.def(
+      "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, "
+      "Tensor? other, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, bool "
+      "keep_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_backward(Tensor(a!) grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "invstd, "
+      "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
+      "bool[4] want, bool overwrite_grad) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float "
+      "act_c, "
+      "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int[2] out_size, bool keep_positions) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, "
+      "Tensor positions, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, int[2] "
+      "kernel_size, "
+      "int[2] stride, int[2] padding, int[2] dilation, bool[3] want) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? other, "
+      "int act, float act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
+  m.def(
+      "_batch_norm_act_max_pool2d_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "Tensor positions, int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] "
+      "padding, "
+      "int[2] dilation, int[2] out_size) -> Tensor");
+  m.def(
+      "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
+      "last_dim, int act, "
+      "float act_a, float act_b, float act_c) -> Tensor");
 }
 
 }  // namespace tsmem

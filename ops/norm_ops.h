@@ -1,5 +1,5 @@
-// The raw normalisation ops (registered in cpu/norm.cpp for CPU and Meta; another backend registers its own under the
-// same names) and what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
+// The raw normalisation ops (schemas in norm_ops.cpp; for the CPU in cpu/, for shapes in meta/, for CUDA in cuda/) and
+// what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
 #pragma once
 #include <ATen/ATen.h>
 

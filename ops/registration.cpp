@@ -12,6 +12,8 @@ bool another_copy_registered() { return c10::Dispatcher::singleton().findSchema(
 TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   if (another_copy_registered()) return;
   register_act(m);
+  register_act_cpu(m);
+  register_act_meta(m);
   register_add_mul_cat(m);
   register_attention(m);
   register_autocast(m);
@@ -27,8 +29,14 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_layer_norm(m);
   register_linear(m);
   register_max_pool(m);
+  register_max_pool_cpu(m);
+  register_max_pool_meta(m);
   register_mul_act(m);
   register_norm(m);
+  register_norm_cpu(m);
+  register_norm_meta(m);
+  register_norm_pool_cpu(m);
+  register_scale_grad_cpu(m);
   register_shape_ops(m);
   register_vmap(m);  // last: it names the others' schemas
 }

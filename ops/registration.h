@@ -6,6 +6,8 @@
 namespace tsmem {
 
 void register_act(torch::Library& m);
+void register_act_cpu(torch::Library& m);
+void register_act_meta(torch::Library& m);
 void register_add_mul_cat(torch::Library& m);
 void register_attention(torch::Library& m);
 void register_autocast(torch::Library& m);
@@ -21,8 +23,14 @@ void register_instance_norm_act(torch::Library& m);
 void register_layer_norm(torch::Library& m);
 void register_linear(torch::Library& m);
 void register_max_pool(torch::Library& m);
+void register_max_pool_cpu(torch::Library& m);
+void register_max_pool_meta(torch::Library& m);
 void register_mul_act(torch::Library& m);
 void register_norm(torch::Library& m);
+void register_norm_cpu(torch::Library& m);
+void register_norm_meta(torch::Library& m);
+void register_norm_pool_cpu(torch::Library& m);
+void register_scale_grad_cpu(torch::Library& m);
 void register_shape_ops(torch::Library& m);
 void register_vmap(torch::Library& m);
 

@@ -1,5 +1,4 @@
-// The raw normalisation ops on a CUDA device: norm_ops.h tells what they do, cpu/norm.cpp has their schemas. Nothing
-// here waits for the device.
+// The raw normalisation ops on a CUDA device: norm_ops.h tells what they do. Nothing here waits for the device.
 #include "norm_ops.h"
 
 #include "act_table.h"
