@@ -25,74 +25,74 @@ Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
 
 namespace {
 
-// PyTorch's operators of one activation.
-struct Operators {
-  std::optional<c10::OperatorHandle> forward, backward;
-};
-
-const Operators& operators_of(ActKind kind) {
-  static const auto all = [] {
-    std::vector<Operators> found;
-    for (const ActInfo& info : kActivations) {
-      const auto find = [&](const char* ending) -> std::optional<c10::OperatorHandle> {
-        if (!info.operator_name) return std::nullopt;
-        return c10::Dispatcher::singleton().findSchema({std::string("aten::") + info.operator_name + ending, ""});
-      };
-      found.push_back({find(""), find("_backward")});
-    }
-    return found;
-  }();
-  return all[static_cast<size_t>(kind)];
+template <class Row>
+c10::OperatorHandle operator_of(const std::string& ending) {
+  const ActInfo info = act_info<Row>();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + (info.operator_name + ending)).c_str(), "");
 }
 
-template <class... A>
-at::Tensor call(const c10::OperatorHandle& op, A... arguments) {
-  return op.typed<at::Tensor(A...)>().call(arguments...);
-}
-
-// An operator whose arguments are those of the activation, behind `first`.
-template <class... First>
-at::Tensor call_act(const c10::OperatorHandle& op, const Act& act, const First&... first) {
+// Calls PyTorch's operator, whose arguments are those of the activation behind `first`.
+template <class Row, class... First>
+at::Tensor call_operator(const char* ending, const Act& act, const First&... first) {
   using Number = const at::Scalar&;
-  const ActInfo& info = info_of(act.kind);
-  if (info.approximate) return call<const First&..., c10::string_view>(op, first..., info.approximate);
-  switch (info.arguments) {
-    case 0:
-      return call<const First&...>(op, first...);
-    case 1:
-      return call<const First&..., Number>(op, first..., act.a);
-    case 2:
-      return call<const First&..., Number, Number>(op, first..., act.a, act.b);
-    default:
-      return call<const First&..., Number, Number, Number>(op, first..., act.a, act.b, act.c);
+  if constexpr (Row::approximate != nullptr) {
+    static const auto op = operator_of<Row>(ending).template typed<at::Tensor(const First&..., c10::string_view)>();
+    return op.call(first..., Row::approximate);
+  } else if constexpr (Row::arguments == 0) {
+    static const auto op = operator_of<Row>(ending).template typed<at::Tensor(const First&...)>();
+    return op.call(first...);
+  } else if constexpr (Row::arguments == 1) {
+    static const auto op = operator_of<Row>(ending).template typed<at::Tensor(const First&..., Number)>();
+    return op.call(first..., act.a);
+  } else if constexpr (Row::arguments == 2) {
+    static const auto op = operator_of<Row>(ending).template typed<at::Tensor(const First&..., Number, Number)>();
+    return op.call(first..., act.a, act.b);
+  } else {
+    static const auto op =
+        operator_of<Row>(ending).template typed<at::Tensor(const First&..., Number, Number, Number)>();
+    return op.call(first..., act.a, act.b, act.c);
   }
 }
 
 }  // namespace
 
 at::Tensor stock_act(const at::Tensor& input, const Act& act) {
-  const at::Tensor x = info_of(act.kind).scripted_in_float ? as_scripted(input) : input;
-  const auto& op = operators_of(act.kind).forward;
-  return op ? call_act(*op, act, x) : x;
+  at::Tensor out;
+  with_row(act.kind, [&](auto row) {
+    const at::Tensor x = row.scripted_in_float ? as_scripted(input) : input;
+    if constexpr (row.saves == ActSaves::nothing)
+      out = x;
+    else
+      out = call_operator<decltype(row)>("", act, x);
+  });
+  return out;
 }
 
 at::Tensor stock_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own) {
   if (own.defined() && act.kind == ActKind::silu) return at::silu_backward_out(own, grad, x);
-  if (own.defined() && info_of(act.kind).approximate)
-    return at::gelu_backward_out(own, grad, x, info_of(act.kind).approximate);
+  if (const char* approximate = info_of(act.kind).approximate; approximate && own.defined())
+    return at::gelu_backward_out(own, grad, x, approximate);
   // The one whose derivative may also be taken from the output.
   if (act.kind == ActKind::elu) return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
-  const auto& op = operators_of(act.kind).backward;
-  TORCH_INTERNAL_ASSERT(op);
-  return call_act(*op, act, grad, x);
+  at::Tensor out;
+  with_row(act.kind, [&](auto row) {
+    if constexpr (row.saves == ActSaves::input) out = call_operator<decltype(row)>("_backward", act, grad, x);
+  });
+  TORCH_INTERNAL_ASSERT(out.defined());
+  return out;
 }
 
 bool autocast_casts(const at::Tensor& x, const Act& act) {
   const auto device = x.device().type();
   if (info_of(act.kind).scripted_in_float && low_precision(x) && scripted_autocast(device)) return true;
-  const auto& op = operators_of(act.kind).forward;
-  if (!op || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
-  return op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  bool casts = false;
+  with_row(act.kind, [&](auto row) {
+    if constexpr (row.saves != ActSaves::nothing)
+      casts = operator_of<decltype(row)>("").hasKernelForDispatchKey(
+          at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  });
+  return casts;
 }
 
 void save_act(torch::autograd::AutogradContext* ctx, const Act& act) {

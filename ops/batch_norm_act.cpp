@@ -47,6 +47,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     keeper.save(ctx);
     *used = {mean, invstd};
     auto& data = ctx->saved_data;
+    data.reserve(16);
     Edges edges;
     std::vector<int64_t> differentiable{edges.of(input), edges.of(weight), edges.of(bias)};
     edges.of(running_mean), edges.of(running_var);

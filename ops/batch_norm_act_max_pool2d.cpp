@@ -65,6 +65,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
     *used = {mean, invstd, positions};
     Edges edges;
     auto& data = ctx->saved_data;
+    data.reserve(16);
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     data["training"] = bn.training;
     data["channels_last"] = is_channels_last(input);

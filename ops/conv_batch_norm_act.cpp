@@ -48,6 +48,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                             from_y || want_conv ? value_or_undefined(weight) : Tensor(),
                             from_y ? value_or_undefined(bias) : Tensor(), mean, invstd, keep_mask ? mask : Tensor()});
     auto& data = ctx->saved_data;
+    data.reserve(24);
     Edges edges;
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight),
                                          edges.of(bias)};
