@@ -2,7 +2,7 @@
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
 // in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as
-// stock's, the output.
+// PyTorch's, the output.
 #include "act_table.h"
 #include "activation.h"
 #include "common.h"
@@ -121,7 +121,7 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
 
 bool smooth(ActKind kind) { return info_of(kind).saves == ActSaves::input; }
 
-// The derivative from an input that may be made again.
+// The derivative from an input that may be recomputed.
 struct SmoothAct : torch::autograd::Function<SmoothAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
     ctx->set_materialize_grads(false);

@@ -102,7 +102,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
   }
 };
 
-// Size of one output dimension, as stock computes it; 0 where stock would refuse.
+// Size of one output dimension, as PyTorch computes it; 0 where PyTorch would refuse.
 int64_t pooled(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, bool ceil_mode) {
   if (kernel < 1 || stride < 1 || dilation < 1 || padding < 0 || 2 * padding > kernel) return 0;
   const int64_t span = size + 2 * padding - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);

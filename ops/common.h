@@ -57,7 +57,7 @@ bool needs_grad(const T&... t) {
 }
 
 // True where our autograd functions apply: dense floating-point tensors outside functorch transforms and without a
-// forward-mode tangent. Everything else (complex, quantized, sparse, mkldnn, vmap, jvp) takes the stock op, which is
+// forward-mode tangent. Everything else (complex, quantized, sparse, mkldnn, vmap, jvp) takes PyTorch's op, which is
 // right by construction.
 bool plain(const at::Tensor& x);
 
@@ -73,8 +73,8 @@ bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);
 // captured, or there is no CUDA part of this library to ask.
 int64_t graph_offset(const at::Tensor& x);
 
-// A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing
-// but its shape.
+// A tensor with x's sizes, strides and options and no memory behind it, for PyTorch's backward functions that read
+// nothing but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
 // Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Lists have an

@@ -129,7 +129,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
 };
 
 // Autocast's policy for convolutions: to its lower precision. (Cast here, not by an autocast kernel, as what follows
-// the convolution has stock's own policies.)
+// the convolution has PyTorch's own policies.)
 Tensor for_autocast(const Tensor& t) {
   if (!t.defined()) return t;
   const auto device = t.device().type();

@@ -1,7 +1,7 @@
 // Max pooling that keeps the position in the window: one byte an output where a window has at most 256 positions, two
 // to 65,536, else four; and neither the input nor 64-bit indices.
 //
-// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to the stock op, which
+// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to PyTorch's op, which
 // handles or refuses it.
 #include "pool_layout.h"
 #include "pool_windows.h"
@@ -106,7 +106,7 @@ Tensor pool(const Tensor& x, const Windows& w, int64_t dims, int64_t recompute) 
   return x.dim() == dims + 2 ? y : y.squeeze(0);
 }
 
-// Fills w.out, and tells whether these are arguments that stock accepts and no window is empty.
+// Fills w.out, and tells whether these are arguments that PyTorch accepts and no window is empty.
 bool valid(IntArrayRef space, Windows& w, bool ceil_mode) {
   for (size_t i = 0; i < space.size(); ++i) {
     const int64_t k = w.kernel[i], s = w.stride[i], p = w.padding[i], d = w.dilation[i];

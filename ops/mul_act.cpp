@@ -55,7 +55,7 @@ std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::
 Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
   if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
   const int64_t dims = grad.dim();
-  // An unusual broadcast: by stock ops.
+  // An unusual broadcast: by PyTorch's ops.
   const auto acc = acc_type(grad.scalar_type());
   Tensor pre = s.input.to(acc);
   if (s.mean) {

@@ -28,7 +28,7 @@ const ForwardOp& forward_op() {
   return op;
 }
 
-// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel
+// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what PyTorch takes. One number a channel
 // each.
 bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const BatchNormArgs& bn) {
   const auto dtype = input.scalar_type();

@@ -62,7 +62,7 @@ struct NormBackward {
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
-// Whether our kernels take these operands; else stock ops are composed, which also raise their own errors.
+// Whether our kernels take these operands; else PyTorch's ops are composed, which also raise their own errors.
 bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);
 
 // The same for an input that is still to be made: `like` has its dtype and device, `channels` are its size(1).

@@ -225,7 +225,7 @@ static inline void unpack_bits(const uint8_t* __restrict bits, uint8_t* __restri
 }
 
 // out[i] = grad[i] * the slope that flags[i] selects. A slope of 0 gives 0 also for an infinite or NaN gradient, as
-// stock's does.
+// PyTorch's does.
 template <class A>
 static void flags_backward(const uint8_t* __restrict flags, const A* grad, A* out, int64_t n, const Act& act) {
   Slopes s;

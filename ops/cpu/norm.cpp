@@ -98,9 +98,9 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
   const bool sums = through_stats || want[1] || want[2] || want[3];
   if (through_stats) a.tilt = tilt.values.data(), a.level = level.values.data();
 
-  // A smooth activation's derivative is dear: where no precision is lost, the first pass leaves the gradient before the
-  // activation in memory that the second one has to write anyway.
-  // So it does where the first pass overwrites the gradient.
+  // A smooth activation's derivative is expensive: where no precision is lost, the first pass leaves the gradient
+  // before the activation in memory that the second one has to write anyway. So it does where the first pass overwrites
+  // the gradient.
   NormArgs second = a;
   bool from_first = a.grad_other && a.grad_other == a.grad;
   if (sums && want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&

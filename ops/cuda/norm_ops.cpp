@@ -185,8 +185,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   NormArgs second = a;
   Sums sums;
   if (through || want[1] || want[2]) {
-    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is dear, in memory that
-    // the second one has to write anyway. So it does where it overwrites the gradient.
+    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory
+    // that the second one has to write anyway. So it does where it overwrites the gradient.
     bool from_first = a.grad_other && a.grad_other == a.grad;
     if (want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
         g.scalar_type() == acc_type(g.scalar_type())) {
