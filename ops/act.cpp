@@ -100,7 +100,7 @@ Tensor smooth_act(const Tensor& x, const Act& act) {
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
   const bool reuse = only_ours(grad);
   Tensor own = reuse ? grad : Tensor();  // takes the result
-  // Stock's formulas where they are to be differentiated again.
+  // PyTorch's formulas where they are to be differentiated again.
   if (!at::GradMode::is_enabled() && smooth_usable(x, act) && grad.strides() == x.strides() && !grad.is_neg() &&
       grad.scalar_type() == x.scalar_type()) {
     static const SmoothBackwardOp op("tsmem::_smooth_act_backward");

@@ -14,8 +14,8 @@ namespace tsmem::cpu {
 using at::Tensor;
 
 inline constexpr int64_t kSerial = 1 << 15;  // elements that are not worth a second thread
-inline constexpr int64_t kGroupBytes =
-    256 * 1024;  // of one map, so that the second pass over a group of channels reads L2
+// Of one map, so that the second pass over a group of channels reads L2.
+inline constexpr int64_t kGroupBytes = 256 * 1024;
 
 // Maps of so many bytes leave the caches before anyone reads them: what a step of training reads and writes between is
 // a multiple of them.
