@@ -63,7 +63,7 @@ bench: build
 	@$(PYTHON) bench/run.py
 
 clean:
-	rm -rf build build-asan build-tsan
+	rm -rf build build-asan build-tsan build-aarch64
 
 format:
 	clang-format -i $(SOURCES)

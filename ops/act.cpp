@@ -2,14 +2,13 @@
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
 // in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as
-// stock's, the output.
-#include "act.h"
-
+// PyTorch's, the output.
+#include "act_table.h"
+#include "activation.h"
 #include "common.h"
-#include "cpu/mask.h"
-#include "cpu/smooth_act.h"
-#include "cpu_dtype.h"
+#include "raw_op.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -17,60 +16,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// `x` in the strides of `like`: itself, or a copy.
-Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  bool same = true;
-  for (size_t d = 0; d < sizes.size(); ++d) same = same && (sizes[d] == 1 || x.stride(d) == strides[d]);
-  return same ? x : at::empty_strided(sizes, strides, x.options()).copy_(x);
-}
-
-// --- Kernels
-// --------------------------------------------------------------------------------------------------------------------
-
-std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
-  const Act act = act_of(kind, a, b);
-  const bool fused = act.kind != ActKind::hardsigmoid;
-  Tensor y = fused ? at::empty_like(x) : stock_act(x, act);
-  const Tensor dense = in_layout(x, y.sizes(), y.strides());
-  Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
-  const auto* from = static_cast<const char*>(dense.const_data_ptr());
-  auto* to = fused ? static_cast<char*>(y.mutable_data_ptr()) : nullptr;
-  auto* bits = mask.mutable_data_ptr<uint8_t>();
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t n = x.numel(), size = x.element_size();
-  // By whole bytes of the mask.
-  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
-    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
-    mask_kernels().pack(dtype, act, from + first * size, to ? to + first * size : nullptr, bits + begin, count);
-  });
-  return {y, mask};
-}
-
-std::tuple<Tensor, Tensor> act_mask_meta(const Tensor& x, int64_t, double, double) {
-  return {at::empty_like(x), at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte))};
-}
-
-Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
-                             at::IntArrayRef strides) {
-  const Tensor dense = in_layout(grad, grad.sizes(), strides);
-  Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
-  const Act act = act_of(kind, a, b);
-  const auto* from = static_cast<const char*>(dense.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  const auto* bits = mask.const_data_ptr<uint8_t>();
-  const Dtype dtype = cpu_dtype(grad.scalar_type());
-  const int64_t n = grad.numel(), size = grad.element_size();
-  at::parallel_for(0, mask.numel(), 4096, [&](int64_t begin, int64_t end) {
-    const int64_t first = 8 * begin, count = std::min(n, 8 * end) - first;
-    mask_kernels().apply(dtype, act, from + first * size, bits + begin, to + first * size, count);
-  });
-  return out;
-}
-
-Tensor act_mask_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, at::IntArrayRef strides) {
-  return at::empty_strided(grad.sizes(), strides, grad.options());
-}
 
 const c10::OperatorHandle& forward_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
@@ -89,66 +34,24 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
-constexpr int64_t kSerial = 1 << 14;  // elements that are not worth a second thread
+using SmoothOp = RawOp<Tensor(const Tensor& x, const Act& act)>;
+using SmoothBackwardOp = RawOp<Tensor(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out)>;
 
-// x and grad: dense, with the same strides, which the results have too.
-Tensor smooth_act_cpu(const Tensor& x, int64_t kind, double a, double b, double c) {
-  const Act act = act_of(kind, a, b, c);
-  Tensor y = at::empty_like(x);
-  const auto* from = static_cast<const char*>(x.const_data_ptr());
-  auto* to = static_cast<char*>(y.mutable_data_ptr());
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
-    smooth_act_kernels().forward(dtype, act, from + begin * size, to + begin * size, end - begin);
-  });
-  return y;
-}
-
-// out: where the result goes, which may be grad.
-Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, int64_t kind, double a, double b, double c,
-                               const OptTensor& out) {
-  const Act act = act_of(kind, a, b, c);
-  Tensor result = out ? *out : at::empty_like(grad);
-  const auto* from = static_cast<const char*>(x.const_data_ptr());
-  const auto* g = static_cast<const char*>(grad.const_data_ptr());
-  auto* to = static_cast<char*>(result.mutable_data_ptr());
-  const Dtype dtype = cpu_dtype(x.scalar_type());
-  const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
-    smooth_act_kernels().backward(dtype, act, from + begin * size, g + begin * size, to + begin * size, end - begin);
-  });
-  return result;
-}
-
-Tensor smooth_act_meta(const Tensor& x, int64_t, double, double, double) { return at::empty_like(x); }
-Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, double,
-                                const OptTensor& out) {
-  return out ? *out : at::empty_like(grad);
-}
-
-const c10::OperatorHandle& smooth_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_smooth_act", "");
+const SmoothOp& smooth_op() {
+  static const SmoothOp op("tsmem::_smooth_act");
   return op;
 }
 
-// Where stock's kernel is the slower one (gelu, silu and hardswish are as fast). float64 is stock's, bit for bit: its
-// functions are the C library's here too, one element at a time.
+// Where our kernel is the faster one. float64 is PyTorch's, bit for bit: its functions are the C library's here too,
+// one element at a time.
 bool smooth_usable(const Tensor& x, const Act& act) {
-  const bool slow = act.kind == ActKind::gelu_tanh || act.kind == ActKind::elu || act.kind == ActKind::softplus ||
-                    act.kind == ActKind::mish;
-  return slow && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() && !x.is_neg() &&
-         has_kernel(smooth_op(), x);
+  return info_of(act.kind).faster_here && x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense() &&
+         !x.is_neg() && has_kernel(smooth_op().handle(), x);
 }
-
-// --- Autograd
-// -------------------------------------------------------------------------------------------------------------------
 
 void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
   ctx->set_materialize_grads(false);
-  ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
-  ctx->saved_data["a"] = act.a;
-  ctx->saved_data["b"] = act.b;
+  save_act(ctx, act);
   ctx->saved_data["strides"] = strides;
 }
 
@@ -169,10 +72,9 @@ struct ActBackward : torch::autograd::Function<ActBackward> {
 
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
   if (!grad.defined()) return {};
-  auto& data = ctx->saved_data;
-  const Act act = act_of(data["kind"].toInt(), data["a"].toDouble(), data["b"].toDouble());
+  const Act act = saved_act(ctx);
   const Tensor mask = ctx->get_saved_variables()[0];
-  const auto strides = data["strides"].toIntVector();
+  const auto strides = ctx->saved_data["strides"].toIntVector();
   return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides))
                           : act_mask_backward(grad, mask, act, strides);
 }
@@ -192,21 +94,17 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
 // Any activation: by our kernel where that is the faster one.
 Tensor smooth_act(const Tensor& x, const Act& act) {
   if (!smooth_usable(x, act)) return stock_act(x, act);
-  static const auto op = smooth_op().typed<Tensor(const Tensor&, int64_t, double, double, double)>();
-  return op.call(x, static_cast<int64_t>(act.kind), act.a, act.b, act.c);
+  return smooth_op()(x, act);
 }
 
 Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
   const bool reuse = only_ours(grad);
   Tensor own = reuse ? grad : Tensor();  // takes the result
-  // Stock's formulas where they are to be differentiated again.
+  // PyTorch's formulas where they are to be differentiated again.
   if (!at::GradMode::is_enabled() && smooth_usable(x, act) && grad.strides() == x.strides() && !grad.is_neg() &&
       grad.scalar_type() == x.scalar_type()) {
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("tsmem::_smooth_act_backward", "")
-            .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, double, const OptTensor&)>();
-    return op.call(grad, x, static_cast<int64_t>(act.kind), act.a, act.b, act.c, optional(own));
+    static const SmoothBackwardOp op("tsmem::_smooth_act_backward");
+    return op(grad, x, act, optional(own));
   }
   // ATen's derivatives of these two have no derivative; the same formulas do, of differentiable operators
   // (derivatives.yaml: infinitely_differentiable_silu_backward, …_mish_backward).
@@ -218,47 +116,25 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
     const Tensor t = at::softplus(x).tanh();
     return grad * (t + x * x.sigmoid() * (1 - t * t));
   }
-  const char* approximate = act.kind == ActKind::gelu_tanh ? "tanh" : "none";
-  switch (act.kind) {
-    case ActKind::silu:
-      return reuse ? at::silu_backward_out(own, grad, x) : at::silu_backward(grad, x);
-    case ActKind::hardswish:
-      return at::hardswish_backward(grad, x);
-    case ActKind::gelu:
-    case ActKind::gelu_tanh:
-      return reuse ? at::gelu_backward_out(own, grad, x, approximate) : at::gelu_backward(grad, x, approximate);
-    case ActKind::elu:
-      return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
-    case ActKind::softplus:
-      return at::softplus_backward(grad, x, act.a, act.b);
-    case ActKind::mish:
-      return at::mish_backward(grad, x);
-    default:
-      TORCH_INTERNAL_ASSERT(false);
-  }
+  return stock_act_backward(grad, x, act, own);
 }
 
-bool smooth(ActKind kind) {
-  return !one_bit(kind) && kind != ActKind::identity && kind != ActKind::sigmoid && kind != ActKind::tanh;
-}
+bool smooth(ActKind kind) { return info_of(kind).saves == ActSaves::input; }
 
-// The derivative from an input that may be made again.
+// The derivative from an input that may be recomputed.
 struct SmoothAct : torch::autograd::Function<SmoothAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
     keeper.add(x);
     keeper.save(ctx);
-    ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
-    ctx->saved_data["args"] = std::vector<double>{act.a, act.b, act.c};
+    save_act(ctx, act);
     return smooth_act(x, act);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
     const Kept kept(ctx);
-    const auto args = ctx->saved_data["args"].toDoubleVector();
-    const Act act{static_cast<ActKind>(ctx->saved_data["kind"].toInt()), args[0], args[1], args[2]};
-    std::vector<Tensor> g{smooth_backward(grads[0], kept[0], act)};
+    std::vector<Tensor> g{smooth_backward(grads[0], kept[0], saved_act(ctx))};
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "act", grads[0]);
     return {g[0], Tensor()};
   }
@@ -288,28 +164,14 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_act(torch::Library& m) {
   m.def("act(Tensor self, str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
   m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("_act_mask", TORCH_FN(act_mask_cpu));
-  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_cpu));
-  m.impl("_smooth_act", TORCH_FN(smooth_act_cpu));
-  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_cpu));
-}
-TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
-  if (another_copy_registered()) return;
-  m.impl("_act_mask", TORCH_FN(act_mask_meta));
-  m.impl("_act_mask_backward", TORCH_FN(act_mask_backward_meta));
-  m.impl("_smooth_act", TORCH_FN(smooth_act_meta));
-  m.impl("_smooth_act_backward", TORCH_FN(smooth_act_backward_meta));
-}
 
-}  // namespace
 }  // namespace tsmem

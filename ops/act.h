@@ -1,5 +1,5 @@
-// Elementwise activations, by name as in an op's schema: act="leaky_relu", act_args=[0.01].
-// Plain C++, no torch headers: shared by ops/, ops/cpu and ops/cuda.
+// Elementwise activations, by name as in an op's schema: act="leaky_relu", act_args=[0.01]. act_table.h has a row for
+// each. Plain C++17, no torch headers: shared by ops/, ops/cpu, ops/cuda and patterns/.
 #pragma once
 #include <cstdint>
 
@@ -8,9 +8,9 @@ namespace tsmem {
 enum class ActKind : int32_t {
   identity,
   relu,
-  hardtanh /*lo, hi*/,
-  threshold /*threshold, value*/,
-  leaky_relu /*slope*/,
+  hardtanh,
+  threshold,
+  leaky_relu,
   hardsigmoid,
   silu,
   hardswish,
@@ -18,20 +18,18 @@ enum class ActKind : int32_t {
   gelu_tanh,
   sigmoid,
   tanh,
-  elu /*alpha, scale, input_scale*/,
-  softplus /*beta, threshold*/,
+  elu,
+  softplus,
   mish,
 };
 
+// An activation with its arguments, as many as its row says.
 struct Act {
   ActKind kind = ActKind::identity;
   double a = 0, b = 0, c = 0;
 };
 
-// As the raw ops have it in their arguments.
-inline Act act_of(int64_t kind, double a, double b, double c = 0) { return {static_cast<ActKind>(kind), a, b, c}; }
-
-// True where the derivative is a function of one bit an element: 0 or a constant.
-inline bool one_bit(ActKind k) { return k >= ActKind::relu && k <= ActKind::hardsigmoid; }
+// As _act_mask has it in its schema.
+inline Act act_of(int64_t kind, double a, double b) { return {static_cast<ActKind>(kind), a, b}; }
 
 }  // namespace tsmem

@@ -2,12 +2,12 @@
 //
 // add and cat keep nothing, as stock's; a product keeps the factors that the other one's gradient needs, or what they
 // are made from.
-#include <torch/library.h>
 
 #include <array>
 
 #include "norm_ops.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -98,12 +98,12 @@ Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_add_mul_cat(torch::Library& m) {
   m.def("add(Tensor self, Tensor other, Scalar alpha=1, int recompute=0, int in_place=0) -> Tensor", TORCH_FN(add));
   m.def("mul(Tensor self, Tensor other, int recompute=0, int in_place=0) -> Tensor", TORCH_FN(mul));
   m.def("cat(Tensor[] tensors, int dim=0, int recompute=0) -> Tensor", TORCH_FN(cat));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -6,10 +6,10 @@
 //
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.
-#include <torch/library.h>
 
 #include "linear.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -270,8 +270,9 @@ struct Autocast {
   }
 };
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_attention(torch::Library& m) {
   m.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
       "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, int recompute=0) -> Tensor",
@@ -283,18 +284,13 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(drawing_attention));
   m.def("matmul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(matmul));
   m.def("softmax(Tensor self, int dim, ScalarType? dtype=None, int recompute=0) -> Tensor", TORCH_FN(softmax));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("scaled_dot_product_attention", TORCH_FN(Autocast<c10::DeviceType::CPU>::attention));
-  m.impl("matmul", TORCH_FN(Autocast<c10::DeviceType::CPU>::matmul));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
-  if (another_copy_registered()) return;
-  m.impl("scaled_dot_product_attention", TORCH_FN(Autocast<c10::DeviceType::CUDA>::attention));
-  m.impl("matmul", TORCH_FN(Autocast<c10::DeviceType::CUDA>::matmul));
-  m.impl("softmax", TORCH_FN(Autocast<c10::DeviceType::CUDA>::softmax));
+  m.impl("scaled_dot_product_attention", c10::DispatchKey::AutocastCPU,
+         TORCH_FN(Autocast<c10::DeviceType::CPU>::attention));
+  m.impl("matmul", c10::DispatchKey::AutocastCPU, TORCH_FN(Autocast<c10::DeviceType::CPU>::matmul));
+  m.impl("scaled_dot_product_attention", c10::DispatchKey::AutocastCUDA,
+         TORCH_FN(Autocast<c10::DeviceType::CUDA>::attention));
+  m.impl("matmul", c10::DispatchKey::AutocastCUDA, TORCH_FN(Autocast<c10::DeviceType::CUDA>::matmul));
+  m.impl("softmax", c10::DispatchKey::AutocastCUDA, TORCH_FN(Autocast<c10::DeviceType::CUDA>::softmax));
 }
 
-}  // namespace
 }  // namespace tsmem

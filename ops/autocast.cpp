@@ -7,10 +7,10 @@
 // ones never see it.)
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/jit/api/module.h>
-#include <torch/library.h>
 
 #include "common.h"
 #include "method_call.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -79,8 +79,9 @@ IValue autocast(const IValue& self, const std::string& method, const IValue& arg
   return replace(result, next);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_autocast(torch::Library& m) {
   // Runs any code: TorchScript must neither merge nor drop nor move calls.
   m.def(torch::schema("autocast(Any self, str method, Any arguments, str dtype) -> Any",
                       c10::AliasAnalysisKind::CONSERVATIVE),
@@ -89,5 +90,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         });
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -5,10 +5,11 @@
 //   training, + other   the same and the activation's bits, or `other` where the activation has no bits
 //   eval                two numbers a channel, and: input, if the weight needs a gradient or the activation is smooth;
 //   else bits
-#include <torch/library.h>
 
+#include "act_table.h"
 #include "norm_ops.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -24,8 +25,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
                                const OptTensor& other, bool training, double momentum, double eps, const Act& act,
                                bool stats, const std::string& name, std::array<Tensor, 2>* used) {
     ctx->set_materialize_grads(false);
-    const bool want_x = input.requires_grad(), want_w = wants_grad(weight), want_b = wants_grad(bias),
-               want_z = wants_grad(other);
+    const bool want_x = input.requires_grad(), want_w = wants_grad(weight);
     const bool bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
     // What the derivative of the activation is taken from, unless it is 1.
     const bool x_alone = !other && (bits || !identity) && ((training && (want_x || want_w)) || want_w || !bits);
@@ -46,16 +46,19 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     keeper.add(keep_mask ? mask : Tensor(), /*always_itself=*/true);
     keeper.save(ctx);
     *used = {mean, invstd};
+    auto& data = ctx->saved_data;
+    data.reserve(16);
     Edges edges;
-    std::vector<int64_t> state{edges.of(input), edges.of(weight), edges.of(bias)};
+    std::vector<int64_t> differentiable{edges.of(input), edges.of(weight), edges.of(bias)};
     edges.of(running_mean), edges.of(running_var);
-    state.push_back(edges.of(other));
-    state.insert(state.end(), {want_x, want_w, want_b, want_z, training, is_channels_last(input),
-                               static_cast<int64_t>(act.kind), want_w ? static_cast<int64_t>(weight->scalar_type()) : 0,
-                               want_b ? static_cast<int64_t>(bias->scalar_type()) : 0});
-    ctx->saved_data["state"] = std::move(state);
-    ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
-    ctx->saved_data["name"] = name;
+    differentiable.push_back(edges.of(other));
+    data["edges"] = std::move(differentiable);
+    data["training"] = training;
+    data["channels_last"] = is_channels_last(input);
+    data["weight_dtype"] = dtype_of(weight);
+    data["bias_dtype"] = dtype_of(bias);
+    data["name"] = name;
+    save_act(ctx, act);
     if (!stats) return {out};
     ctx->mark_non_differentiable({mean, invstd});
     return {out, mean, invstd};
@@ -65,24 +68,23 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     variable_list result(13);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
-    const auto state = ctx->saved_data["state"].toIntVector();
-    const auto arguments = ctx->saved_data["act"].toDoubleVector();
-    const Act act{static_cast<ActKind>(state[10]), arguments[0], arguments[1], arguments[2]};
-    std::array<bool, 4> want;
-    for (int i = 0; i < 4; ++i) want[i] = state[4 + i] && state[i] >= 0 && ctx->needs_input_grad(state[i]);
+    auto& data = ctx->saved_data;
+    const Act act = saved_act(ctx);
+    const auto want = wanted<4>(ctx);
     const Kept kept(ctx);
     const bool identity = act.kind == ActKind::identity;
     std::array<bool, 4> compute = want;
     if (identity) compute[3] = false;  // the gradient of `other` is the output's
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3])
-      g = norm_backward({grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4],
-                         optional(kept[5]), optional(kept[6]), state[8] != 0, state[9] != 0, only_ours(grad)},
-                        act, compute);
-    if (g[1].defined()) g[1] = g[1].to(static_cast<at::ScalarType>(state[11]));
-    if (g[2].defined()) g[2] = g[2].to(static_cast<at::ScalarType>(state[12]));
+      g = norm_backward(
+          {grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4], optional(kept[5]),
+           optional(kept[6]), data["training"].toBool(), data["channels_last"].toBool(), only_ours(grad)},
+          act, compute);
+    g[1] = in_dtype(g[1], data["weight_dtype"]);
+    g[2] = in_dtype(g[2], data["bias_dtype"]);
     std::vector<Tensor> computed(g.begin(), g.end());
-    computed = kept.refuse_double_backward(std::move(computed), ctx->saved_data["name"].toStringRef().c_str(), grad);
+    computed = kept.refuse_double_backward(std::move(computed), data["name"].toStringRef().c_str(), grad);
     result[0] = computed[0], result[1] = computed[1], result[2] = computed[2];
     result[5] = identity && want[3] ? grad : computed[3];
     return result;
@@ -166,8 +168,9 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
   "Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, " \
   "float momentum, float eps, bool cudnn_enabled"
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_batch_norm_act(torch::Library& m) {
   m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(batch_norm_act));
   m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
@@ -176,5 +179,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         TORCH_FN(batch_norm_add_act));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -3,10 +3,12 @@
 // Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to
 // windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
 // backward returns.
-#include <torch/library.h>
 
+#include "act_table.h"
 #include "norm_ops.h"
+#include "raw_op.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -20,34 +22,35 @@ struct Pool {
   std::vector<int64_t> kernel, stride, padding, dilation, out_size;
 };
 
-const c10::OperatorHandle& forward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_forward", "");
+using ForwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+    const OptTensor& running_var, bool training, double momentum, double eps, const Act& act, IntArrayRef kernel,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size, bool keep_positions)>;
+using ApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                             const Tensor& invstd, const Tensor& positions, const Act& act, IntArrayRef kernel,
+                             IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size)>;
+using BackwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor>(
+    const Tensor& grad, const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+    const Tensor& invstd, const Tensor& positions, bool training, bool channels_last, const Act& act,
+    IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, std::array<bool, 3> want)>;
+
+const ForwardOp& forward_op() {
+  static const ForwardOp op("tsmem::_batch_norm_act_max_pool2d_forward");
   return op;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, const BatchNormArgs& bn, const Act& act,
                                                        const Pool& pool, bool keep_positions) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = forward_op()
-                             .typed<std::tuple<Tensor, Tensor, Tensor, Tensor>(
-                                 const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                                 bool, double, double, int64_t, double, double, double, IntArrayRef, IntArrayRef,
-                                 IntArrayRef, IntArrayRef, IntArrayRef, bool)>();
-  return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps,
-                 static_cast<int64_t>(act.kind), act.a, act.b, act.c, pool.kernel, pool.stride, pool.padding,
-                 pool.dilation, pool.out_size, keep_positions);
+  return forward_op()(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, act,
+                      pool.kernel, pool.stride, pool.padding, pool.dilation, pool.out_size, keep_positions);
 }
 
 Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                  const Tensor& invstd, const Tensor& positions, const Act& act, const Pool& pool) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_apply", "")
-                             .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                                           const Tensor&, const Tensor&, int64_t, double, double, double, IntArrayRef,
-                                           IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef)>();
-  return op.call(input, weight, bias, mean, invstd, positions, static_cast<int64_t>(act.kind), act.a, act.b, act.c,
-                 pool.kernel, pool.stride, pool.padding, pool.dilation, pool.out_size);
+  static const ApplyOp op("tsmem::_batch_norm_act_max_pool2d_apply");
+  return op(input, weight, bias, mean, invstd, positions, act, pool.kernel, pool.stride, pool.padding, pool.dilation,
+            pool.out_size);
 }
 
 struct NormPool : torch::autograd::Function<NormPool> {
@@ -61,16 +64,18 @@ struct NormPool : torch::autograd::Function<NormPool> {
     keeper.save(ctx);
     *used = {mean, invstd, positions};
     Edges edges;
-    ctx->saved_data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
-    ctx->saved_data["wants"] = std::vector<int64_t>{input.requires_grad(), wants_grad(weight), wants_grad(bias)};
-    ctx->saved_data["state"] = std::vector<int64_t>{
-        bn.training, is_channels_last(input), static_cast<int64_t>(act.kind),
-        weight ? static_cast<int64_t>(weight->scalar_type()) : 0, bias ? static_cast<int64_t>(bias->scalar_type()) : 0};
-    ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
-    ctx->saved_data["kernel"] = pool.kernel;
-    ctx->saved_data["stride"] = pool.stride;
-    ctx->saved_data["padding"] = pool.padding;
-    ctx->saved_data["dilation"] = pool.dilation;
+    auto& data = ctx->saved_data;
+    data.reserve(16);
+    data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
+    data["training"] = bn.training;
+    data["channels_last"] = is_channels_last(input);
+    data["weight_dtype"] = dtype_of(weight);
+    data["bias_dtype"] = dtype_of(bias);
+    data["kernel"] = pool.kernel;
+    data["stride"] = pool.stride;
+    data["padding"] = pool.padding;
+    data["dilation"] = pool.dilation;
+    save_act(ctx, act);
     return out;
   }
 
@@ -78,29 +83,18 @@ struct NormPool : torch::autograd::Function<NormPool> {
     variable_list result(7);
     if (!grads[0].defined()) return result;
     auto& data = ctx->saved_data;
-    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(),
-               state = data["state"].toIntVector();
-    const auto act = data["act"].toDoubleVector();
-    std::array<bool, 3> want;
-    for (int i = 0; i < 3; ++i) want[i] = wants[i] && edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
+    const auto want = wanted<3>(ctx);
     if (!want[0] && !want[1] && !want[2]) return result;
     const Kept kept(ctx);
     std::vector<Tensor> g;
     {
       at::AutoDispatchBelowADInplaceOrView guard;
-      static const auto op = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("tsmem::_batch_norm_act_max_pool2d_backward", "")
-                                 .typed<std::tuple<Tensor, Tensor, Tensor>(
-                                     const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                                     const Tensor&, const Tensor&, bool, bool, int64_t, double, double, double,
-                                     IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, std::array<bool, 3>)>();
-      auto [x, w, b] =
-          op.call(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5], state[0] != 0,
-                  state[1] != 0, state[2], act[0], act[1], act[2], data["kernel"].toIntVector(),
-                  data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
-      if (w.defined()) w = w.to(static_cast<at::ScalarType>(state[3]));
-      if (b.defined()) b = b.to(static_cast<at::ScalarType>(state[4]));
-      g = {x, w, b};
+      static const BackwardOp op("tsmem::_batch_norm_act_max_pool2d_backward");
+      const auto [x, w, b] =
+          op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5],
+             data["training"].toBool(), data["channels_last"].toBool(), saved_act(ctx), data["kernel"].toIntVector(),
+             data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
+      g = {x, in_dtype(w, data["weight_dtype"]), in_dtype(b, data["bias_dtype"])};
     }
     g = kept.refuse_double_backward(std::move(g), "batch_norm_act_max_pool2d", grads[0]);
     std::copy(g.begin(), g.end(), result.begin());
@@ -108,7 +102,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
   }
 };
 
-// Size of one output dimension, as stock computes it; 0 where stock would refuse.
+// Size of one output dimension, as PyTorch computes it; 0 where PyTorch would refuse.
 int64_t pooled(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, bool ceil_mode) {
   if (kernel < 1 || stride < 1 || dilation < 1 || padding < 0 || 2 * padding > kernel) return 0;
   const int64_t span = size + 2 * padding - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);
@@ -130,7 +124,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   Pool pool{two(kernel_size), two(stride.empty() ? kernel_size : stride), two(padding), two(dilation), {}};
   bool usable = input.dim() == 4 && pool.kernel.size() == 2 && pool.stride.size() == 2 && pool.padding.size() == 2 &&
                 pool.dilation.size() == 2 && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
-                norm_usable(input, bn, {}, act) && has_kernel(forward_op(), input);
+                norm_usable(input, bn, {}, act) && has_kernel(forward_op().handle(), input);
   for (int d = 0; usable && d < 2; ++d) {
     pool.out_size.push_back(
         pooled(input.size(2 + d), pool.kernel[d], pool.stride[d], pool.padding[d], pool.dilation[d], ceil_mode));
@@ -167,8 +161,9 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   return std::get<0>(forward_raw(input, bn, act, pool, false));
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_batch_norm_act_max_pool2d(torch::Library& m) {
   m.def(
       "batch_norm_act_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "
@@ -178,5 +173,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(batch_norm_act_max_pool2d));
 }
 
-}  // namespace
 }  // namespace tsmem

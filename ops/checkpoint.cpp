@@ -14,12 +14,12 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/api/module.h>
-#include <torch/library.h>
 
 #include <unordered_set>
 
 #include "common.h"
 #include "method_call.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -414,8 +414,9 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
   return replace(result, next);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_checkpoint(torch::Library& m) {
   // Runs any code: TorchScript must neither merge nor drop nor move calls.
   m.def(torch::schema("checkpoint(Any self, str method, Any arguments) -> Any", c10::AliasAnalysisKind::CONSERVATIVE),
         [](const IValue& self, const std::string& method, const IValue& arguments) {
@@ -423,5 +424,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         });
 }
 
-}  // namespace
 }  // namespace tsmem

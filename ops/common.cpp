@@ -16,55 +16,9 @@
 
 namespace tsmem {
 
-bool another_copy_registered() {
-  // First asked before this copy has registered anything.
-  static const bool registered = c10::Dispatcher::singleton().findSchema({"tsmem::act", ""}).has_value();
-  return registered;
-}
-
-Act parse_act(c10::string_view name, at::ArrayRef<double> args) {
-  struct Entry {
-    const char* name;
-    ActKind kind;
-    size_t args;
-  };
-  static const Entry entries[] = {{"identity", ActKind::identity, 0},
-                                  {"relu", ActKind::relu, 0},
-                                  {"hardtanh", ActKind::hardtanh, 2},
-                                  {"threshold", ActKind::threshold, 2},
-                                  {"leaky_relu", ActKind::leaky_relu, 1},
-                                  {"hardsigmoid", ActKind::hardsigmoid, 0},
-                                  {"silu", ActKind::silu, 0},
-                                  {"hardswish", ActKind::hardswish, 0},
-                                  {"gelu", ActKind::gelu, 0},
-                                  {"gelu_tanh", ActKind::gelu_tanh, 0},
-                                  {"sigmoid", ActKind::sigmoid, 0},
-                                  {"tanh", ActKind::tanh, 0},
-                                  {"elu", ActKind::elu, 3},
-                                  {"softplus", ActKind::softplus, 2},
-                                  {"mish", ActKind::mish, 0}};
-  for (const Entry& e : entries) {
-    if (name != e.name) continue;
-    TORCH_CHECK_VALUE(args.size() == e.args, "tsmem: the activation '", e.name, "' takes ", e.args, " arguments, not ",
-                      args.size());
-    Act act{e.kind};
-    if (e.args > 0) act.a = args[0];
-    if (e.args > 1) act.b = args[1];
-    if (e.args > 2) act.c = args[2];
-    return act;
-  }
-  TORCH_CHECK_VALUE(false, "tsmem: no activation is named '", name, "'");
-}
-
 namespace {
 thread_local bool eager_autocast = false;
 
-bool low_precision(const at::Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
-
-// The activations that TorchScript's autocast runs in float32.
-bool runs_in_float(ActKind kind) {
-  return kind == ActKind::gelu || kind == ActKind::gelu_tanh || kind == ActKind::softplus;
-}
 }  // namespace
 
 EagerAutocast::EagerAutocast() : before_(eager_autocast) { eager_autocast = true; }
@@ -82,89 +36,6 @@ at::Tensor as_scripted(const at::Tensor& t) {
 bool same_in_place(const at::Tensor& target, const at::Tensor& other) {
   return at::result_type(target, other) == target.scalar_type() &&
          at::infer_size(target.sizes(), other.sizes()) == target.sizes();
-}
-
-at::Tensor stock_act(const at::Tensor& input, const Act& act) {
-  const at::Tensor x = runs_in_float(act.kind) ? as_scripted(input) : input;
-  switch (act.kind) {
-    case ActKind::identity:
-      return x;
-    case ActKind::relu:
-      return at::relu(x);
-    case ActKind::hardtanh:
-      return at::hardtanh(x, act.a, act.b);
-    case ActKind::threshold:
-      return at::threshold(x, act.a, act.b);
-    case ActKind::leaky_relu:
-      return at::leaky_relu(x, act.a);
-    case ActKind::hardsigmoid:
-      return at::hardsigmoid(x);
-    case ActKind::silu:
-      return at::silu(x);
-    case ActKind::hardswish:
-      return at::hardswish(x);
-    case ActKind::gelu:
-      return at::gelu(x, "none");
-    case ActKind::gelu_tanh:
-      return at::gelu(x, "tanh");
-    case ActKind::sigmoid:
-      return at::sigmoid(x);
-    case ActKind::tanh:
-      return at::tanh(x);
-    case ActKind::elu:
-      return at::elu(x, act.a, act.b, act.c);
-    case ActKind::softplus:
-      return at::softplus(x, act.a, act.b);
-    case ActKind::mish:
-      return at::mish(x);
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
-
-namespace {
-const char* stock_name(ActKind kind) {
-  switch (kind) {
-    case ActKind::identity:
-      return nullptr;
-    case ActKind::relu:
-      return "aten::relu";
-    case ActKind::hardtanh:
-      return "aten::hardtanh";
-    case ActKind::threshold:
-      return "aten::threshold";
-    case ActKind::leaky_relu:
-      return "aten::leaky_relu";
-    case ActKind::hardsigmoid:
-      return "aten::hardsigmoid";
-    case ActKind::silu:
-      return "aten::silu";
-    case ActKind::hardswish:
-      return "aten::hardswish";
-    case ActKind::gelu:
-    case ActKind::gelu_tanh:
-      return "aten::gelu";
-    case ActKind::sigmoid:
-      return "aten::sigmoid";
-    case ActKind::tanh:
-      return "aten::tanh";
-    case ActKind::elu:
-      return "aten::elu";
-    case ActKind::softplus:
-      return "aten::softplus";
-    case ActKind::mish:
-      return "aten::mish";
-  }
-  return nullptr;
-}
-}  // namespace
-
-bool autocast_casts(const at::Tensor& x, const Act& act) {
-  const char* name = stock_name(act.kind);
-  const auto device = x.device().type();
-  if (runs_in_float(act.kind) && low_precision(x) && scripted_autocast(device)) return true;
-  if (!name || !at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
-  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  return op && op->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
 }
 
 bool plain(const at::Tensor& x) {

@@ -6,8 +6,6 @@
 #include <optional>
 #include <string>
 
-#include "act.h"
-
 namespace tsmem {
 
 using OptTensor = std::optional<at::Tensor>;
@@ -16,13 +14,6 @@ inline at::Tensor value_or_undefined(const OptTensor& t) { return t ? *t : at::T
 inline OptTensor optional(const at::Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
 // Nothing where an undefined tensor stands for nothing.
 inline OptTensor defined(const OptTensor& t) { return t ? optional(*t) : OptTensor(); }
-
-// Whether a copy of this library from another path has registered the operators of this process: this one then leaves
-// them to it, where LibTorch would end the process. Hidden, so that each copy asks its own.
-__attribute__((visibility("hidden"))) bool another_copy_registered();
-
-// relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
-Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 
 // Under autocast TorchScript casts operands by lists of its own, which are not those of eager mode
 // (torch/csrc/jit/passes/autocast.cpp): sums, products, layer and group norms, GELU and softplus run in float32 there,
@@ -33,6 +24,10 @@ at::Tensor as_scripted(const at::Tensor& t);
 
 // Whether as_scripted() would cast a tensor on this device.
 bool scripted_autocast(at::DeviceType device);
+
+inline bool low_precision(const at::Tensor& t) {
+  return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf;
+}
 
 // While this lives in a thread, its ops follow eager mode's lists.
 struct EagerAutocast {
@@ -55,12 +50,6 @@ inline bool makes_new(int64_t in_place) { return in_place == kNew || in_place ==
 // Whether an op that writes to `target` gives what the op gives that makes a new tensor.
 bool same_in_place(const at::Tensor& target, const at::Tensor& other);
 
-// The stock ATen op of an activation (differentiable), for dtypes and devices without a kernel of ours.
-at::Tensor stock_act(const at::Tensor& x, const Act& act);
-
-// True where autocast around us would change the dtype of the stock activation.
-bool autocast_casts(const at::Tensor& x, const Act& act);
-
 // True where autograd will record: grad mode is on and one of the tensors requires grad.
 template <class... T>
 bool needs_grad(const T&... t) {
@@ -68,7 +57,7 @@ bool needs_grad(const T&... t) {
 }
 
 // True where our autograd functions apply: dense floating-point tensors outside functorch transforms and without a
-// forward-mode tangent. Everything else (complex, quantized, sparse, mkldnn, vmap, jvp) takes the stock op, which is
+// forward-mode tangent. Everything else (complex, quantized, sparse, mkldnn, vmap, jvp) takes PyTorch's op, which is
 // right by construction.
 bool plain(const at::Tensor& x);
 
@@ -84,8 +73,8 @@ bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x);
 // captured, or there is no CUDA part of this library to ask.
 int64_t graph_offset(const at::Tensor& x);
 
-// A tensor with x's sizes, strides and options and no memory behind it, for stock backward functions that read nothing
-// but its shape.
+// A tensor with x's sizes, strides and options and no memory behind it, for PyTorch's backward functions that read
+// nothing but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
 
 // Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Lists have an

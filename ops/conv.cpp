@@ -6,6 +6,7 @@
 
 #include "common.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -360,22 +361,24 @@ Tensor traced_convolution(const Tensor& input, const Tensor& weight, const OptTe
 }
 
 template <c10::DeviceType device>
-void register_autocast(torch::Library& m) {
-  m.impl("conv1d", TORCH_FN((Lower<&conv<1>, device>::call)));
-  m.impl("conv2d", TORCH_FN((Lower<&conv<2>, device>::call)));
-  m.impl("conv3d", TORCH_FN((Lower<&conv<3>, device>::call)));
-  m.impl("conv1d.padding", TORCH_FN((Lower<&conv_padding<1>, device>::call)));
-  m.impl("conv2d.padding", TORCH_FN((Lower<&conv_padding<2>, device>::call)));
-  m.impl("conv3d.padding", TORCH_FN((Lower<&conv_padding<3>, device>::call)));
-  m.impl("conv_transpose1d", TORCH_FN((Lower<&conv_transpose<1>, device>::call)));
-  m.impl("conv_transpose2d.input", TORCH_FN((Lower<&conv_transpose<2>, device>::call)));
-  m.impl("conv_transpose3d.input", TORCH_FN((Lower<&conv_transpose<3>, device>::call)));
-  m.impl("_convolution.deprecated", TORCH_FN((Lower<&convolution_deprecated, device>::call)));
-  m.impl("_convolution", TORCH_FN((traced_convolution<device>)));
+void register_for_autocast(torch::Library& m) {
+  const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+  m.impl("conv1d", key, TORCH_FN((Lower<&conv<1>, device>::call)));
+  m.impl("conv2d", key, TORCH_FN((Lower<&conv<2>, device>::call)));
+  m.impl("conv3d", key, TORCH_FN((Lower<&conv<3>, device>::call)));
+  m.impl("conv1d.padding", key, TORCH_FN((Lower<&conv_padding<1>, device>::call)));
+  m.impl("conv2d.padding", key, TORCH_FN((Lower<&conv_padding<2>, device>::call)));
+  m.impl("conv3d.padding", key, TORCH_FN((Lower<&conv_padding<3>, device>::call)));
+  m.impl("conv_transpose1d", key, TORCH_FN((Lower<&conv_transpose<1>, device>::call)));
+  m.impl("conv_transpose2d.input", key, TORCH_FN((Lower<&conv_transpose<2>, device>::call)));
+  m.impl("conv_transpose3d.input", key, TORCH_FN((Lower<&conv_transpose<3>, device>::call)));
+  m.impl("_convolution.deprecated", key, TORCH_FN((Lower<&convolution_deprecated, device>::call)));
+  m.impl("_convolution", key, TORCH_FN((traced_convolution<device>)));
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_conv(torch::Library& m) {
   m.def(
       "conv1d(Tensor input, Tensor weight, Tensor? bias=None, int[1] stride=1, int[1] padding=0, int[1] dilation=1, "
       "int groups=1, int recompute=0) -> Tensor",
@@ -422,15 +425,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, int "
       "recompute=0) -> Tensor",
       TORCH_FN(convolution_deprecated));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  register_autocast<c10::DeviceType::CPU>(m);
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
-  if (another_copy_registered()) return;
-  register_autocast<c10::DeviceType::CUDA>(m);
+  register_for_autocast<c10::DeviceType::CPU>(m);
+  register_for_autocast<c10::DeviceType::CUDA>(m);
 }
 
-}  // namespace
 }  // namespace tsmem

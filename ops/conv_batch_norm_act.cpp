@@ -5,9 +5,10 @@
 // convolution's output is not kept but computed again.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
+#include "act_table.h"
 #include "norm_ops.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -47,29 +48,27 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                             from_y || want_conv ? value_or_undefined(weight) : Tensor(),
                             from_y ? value_or_undefined(bias) : Tensor(), mean, invstd, keep_mask ? mask : Tensor()});
     auto& data = ctx->saved_data;
+    data.reserve(24);
     Edges edges;
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight),
                                          edges.of(bias)};
-    data["wants"] = std::vector<int64_t>{input.requires_grad(), conv_weight.requires_grad(), wants_grad(conv_bias),
-                                         want_w, wants_grad(bias)};
-    data["state"] = std::vector<int64_t>{bn.training,
-                                         is_channels_last(y),
-                                         again,
-                                         static_cast<int64_t>(act.kind),
-                                         weight ? static_cast<int64_t>(weight->scalar_type()) : 0,
-                                         bias ? static_cast<int64_t>(bias->scalar_type()) : 0,
-                                         conv.transposed,
-                                         conv.groups,
-                                         static_cast<int64_t>(input.suggest_memory_format()),
-                                         static_cast<int64_t>(conv_weight.suggest_memory_format())};
-    data["act"] = std::vector<double>{act.a, act.b, act.c};
+    data["recompute_y"] = again;
+    data["training"] = bn.training;
+    data["channels_last"] = is_channels_last(y);
+    data["weight_dtype"] = dtype_of(weight);
+    data["bias_dtype"] = dtype_of(bias);
+    data["transposed"] = conv.transposed;
+    data["groups"] = conv.groups;
+    data["input_format"] = static_cast<int64_t>(input.suggest_memory_format());
+    data["conv_weight_format"] = static_cast<int64_t>(conv_weight.suggest_memory_format());
+    save_act(ctx, act);
     data["stride"] = conv.stride;
     data["padding"] = conv.padding;
     data["dilation"] = conv.dilation;
     data["output_padding"] = conv.output_padding;
     data["input_sizes"] = input.sizes();
-    data["weight_sizes"] = conv_weight.sizes();
-    data["bias_sizes"] = conv_bias ? conv_bias->sizes() : IntArrayRef();
+    data["conv_weight_sizes"] = conv_weight.sizes();
+    data["conv_bias_sizes"] = conv_bias ? conv_bias->sizes() : IntArrayRef();
     return out;
   }
 
@@ -78,25 +77,17 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
-    const auto edges = data["edges"].toIntVector(), wants = data["wants"].toIntVector(),
-               state = data["state"].toIntVector();
-    const auto arguments = data["act"].toDoubleVector();
-    bool want[5];
-    bool any = false;
-    for (int i = 0; i < 5; ++i) any |= want[i] = wants[i] && edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
-    if (!any) return result;
-    const ConvArgs conv{data["stride"].toIntVector(),
-                        data["padding"].toIntVector(),
-                        data["dilation"].toIntVector(),
-                        data["output_padding"].toIntVector(),
-                        state[6] != 0,
-                        state[7]};
-    const Act act{static_cast<ActKind>(state[3]), arguments[0], arguments[1], arguments[2]};
+    const auto want = wanted<5>(ctx);
+    if (std::none_of(want.begin(), want.end(), [](bool w) { return w; })) return result;
+    const ConvArgs conv{data["stride"].toIntVector(),   data["padding"].toIntVector(),
+                        data["dilation"].toIntVector(), data["output_padding"].toIntVector(),
+                        data["transposed"].toBool(),    data["groups"].toInt()};
+    const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
     std::vector<Tensor> g(5);
     {
       at::NoGradGuard no_grad;
-      const Tensor y = state[2] ? conv.forward(saved[0], saved[1], optional(saved[2])) : saved[3];
+      const Tensor y = data["recompute_y"].toBool() ? conv.forward(saved[0], saved[1], optional(saved[2])) : saved[3];
       const bool through = want[0] || want[1] || want[2];
       auto norm = norm_backward({grad,
                                  optional(y),
@@ -106,22 +97,23 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                                  saved[7],
                                  {},
                                  optional(saved[8]),
-                                 state[0] != 0,
-                                 state[1] != 0},
+                                 data["training"].toBool(),
+                                 data["channels_last"].toBool()},
                                 act, {through, want[3], want[4], false});
-      if (norm[1].defined()) g[3] = norm[1].to(static_cast<at::ScalarType>(state[4]));
-      if (norm[2].defined()) g[4] = norm[2].to(static_cast<at::ScalarType>(state[5]));
+      g[3] = in_dtype(norm[1], data["weight_dtype"]);
+      g[4] = in_dtype(norm[2], data["bias_dtype"]);
       if (through) {
         // Of an operand that is not kept, the backward functions read the shape alone.
-        const auto shape = [&](const Tensor& kept, const char* sizes, int64_t format) {
+        const auto shape = [&](const Tensor& kept, const char* sizes, const char* format) {
           if (kept.defined()) return kept;
           const auto meta = at::empty(data[sizes].toIntVector(), grad.options().device(at::kMeta),
-                                      static_cast<at::MemoryFormat>(format));
+                                      static_cast<at::MemoryFormat>(data[format].toInt()));
           return shape_of(meta.sizes(), meta.strides(), grad.options());
         };
-        const auto bias_sizes = data["bias_sizes"].toIntVector();
+        const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
         auto [x, w, b] = at::convolution_backward(
-            norm[0], shape(saved[0], "input_sizes", state[8]), shape(saved[1], "weight_sizes", state[9]),
+            norm[0], shape(saved[0], "input_sizes", "input_format"),
+            shape(saved[1], "conv_weight_sizes", "conv_weight_format"),
             bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes), conv.stride,
             conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups,
             {want[0], want[1], want[2]});
@@ -137,7 +129,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
 };
 
 // Autocast's policy for convolutions: to its lower precision. (Cast here, not by an autocast kernel, as what follows
-// the convolution has stock's own policies.)
+// the convolution has PyTorch's own policies.)
 Tensor for_autocast(const Tensor& t) {
   if (!t.defined()) return t;
   const auto device = t.device().type();
@@ -173,8 +165,9 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
   return std::get<0>(norm_forward(y, bn, {}, act, false));
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_conv_batch_norm_act(torch::Library& m) {
   m.def(
       "conv_batch_norm_act(Tensor input, Tensor conv_weight, Tensor? conv_bias, int[] stride, int[] padding, int[] "
       "dilation, "
@@ -185,5 +178,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(conv_batch_norm_act));
 }
 
-}  // namespace
 }  // namespace tsmem

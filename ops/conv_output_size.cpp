@@ -1,7 +1,7 @@
 // The sizes of a convolution's result, computed without it: what a model reads of a conv output that is no longer made.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 #include "common.h"
+#include "registration.h"
 
 namespace tsmem {
 
@@ -25,8 +25,7 @@ std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor&
   return size;
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+void register_conv_output_size(torch::Library& m) {
   m.def(
       "conv_output_size(Tensor input, Tensor weight, int[] stride, int[] padding, int[] dilation, bool transposed, "
       "int[] output_padding, "

@@ -2,9 +2,9 @@
 // nothing, as stock's. contiguous and reshape return views where stock's do.
 //
 // vmap refuses operators whose schema says so before it looks inside: they are registered for it by themselves.
-#include <torch/library.h>
 
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -33,19 +33,15 @@ Tensor roll(const Tensor& x, at::IntArrayRef shifts, at::IntArrayRef dims, int64
                  [shifts = shifts.vec(), dims = dims.vec()](const Tensor& t) { return at::roll(t, shifts, dims); });
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_copies(torch::Library& m) {
   m.def("contiguous(Tensor(a) self, MemoryFormat memory_format=contiguous_format, int recompute=0) -> Tensor(a)",
         TORCH_FN(contiguous));
   m.def("reshape(Tensor(a) self, int[] shape, int recompute=0) -> Tensor(a)", TORCH_FN(reshape));
   m.def("roll(Tensor self, int[1] shifts, int[1] dims=[], int recompute=0) -> Tensor", TORCH_FN(roll));
+  m.impl("contiguous", c10::DispatchKey::FuncTorchBatched, TORCH_FN(contiguous));
+  m.impl("reshape", c10::DispatchKey::FuncTorchBatched, TORCH_FN(reshape));
 }
 
-TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
-  if (another_copy_registered()) return;
-  m.impl("contiguous", TORCH_FN(contiguous));
-  m.impl("reshape", TORCH_FN(reshape));
-}
-
-}  // namespace
 }  // namespace tsmem

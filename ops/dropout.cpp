@@ -8,7 +8,9 @@
 // CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
 // one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
 // captured, whose replays move the counter, the stock ops are called.
+#include "act.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -246,8 +248,9 @@ Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute,
   return run<kind>(input, p, train, recompute);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_dropout(torch::Library& m) {
   m.def("_graph_offset(Tensor x) -> int");  // graph_offset(), on CUDA
   // `draw` is a new, empty list in each call, which is said to be written to: so TorchScript's CSE does not merge two
   // draws, and a draw that nothing uses goes as aten's would.
@@ -273,5 +276,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
         TORCH_FN(run<Kind::feature_alpha>));
 }
 
-}  // namespace
 }  // namespace tsmem

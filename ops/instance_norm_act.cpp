@@ -1,8 +1,8 @@
 // instance_norm + activation: a batch norm over the N x C channels of one image, as ATen's own is (at::instance_norm in
 // ATen/native/Normalization.cpp), by batch_norm_act and so with what that keeps: the input, two statistics a channel.
-#include <torch/library.h>
 
 #include "norm_ops.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -42,8 +42,9 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
   return out.view(input.sizes());
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_instance_norm_act(torch::Library& m) {
   m.def(
       "instance_norm_act(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, bool use_input_stats, float momentum, float eps, bool cudnn_enabled, str act, float[] act_args, "
@@ -51,5 +52,4 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       TORCH_FN(instance_norm_act));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -1,8 +1,8 @@
 // layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
 // can be made again. Forward and backward are aten's native_layer_norm and native_group_norm.
-#include <torch/library.h>
 
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -150,8 +150,9 @@ Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& wei
                         at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enabled, recompute);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_layer_norm(torch::Library& m) {
   m.def(
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
       "cudnn_enable=True, int recompute=0) -> Tensor",
@@ -160,13 +161,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, bool "
       "cudnn_enabled=True, int recompute=0) -> Tensor",
       TORCH_FN(run_group_norm));
+  m.impl("layer_norm", c10::DispatchKey::AutocastCUDA, TORCH_FN(layer_norm_autocast<c10::DeviceType::CUDA>));
+  m.impl("group_norm", c10::DispatchKey::AutocastCUDA, TORCH_FN(group_norm_autocast<c10::DeviceType::CUDA>));
 }
 
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
-  if (another_copy_registered()) return;
-  m.impl("layer_norm", TORCH_FN(layer_norm_autocast<c10::DeviceType::CUDA>));
-  m.impl("group_norm", TORCH_FN(group_norm_autocast<c10::DeviceType::CUDA>));
-}
-
-}  // namespace
 }  // namespace tsmem

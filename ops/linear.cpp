@@ -5,9 +5,8 @@
 // over all leading dimensions.
 #include "linear.h"
 
-#include <torch/library.h>
-
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 
@@ -83,18 +82,12 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTenso
              at::autocast::cached_cast(to, bias, device), recompute);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_linear(torch::Library& m) {
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, int recompute=0) -> Tensor", TORCH_FN(run));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CPU>));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCUDA, m) {
-  if (another_copy_registered()) return;
-  m.impl("linear", TORCH_FN(linear_autocast<c10::DeviceType::CUDA>));
+  m.impl("linear", c10::DispatchKey::AutocastCPU, TORCH_FN(linear_autocast<c10::DeviceType::CPU>));
+  m.impl("linear", c10::DispatchKey::AutocastCUDA, TORCH_FN(linear_autocast<c10::DeviceType::CUDA>));
 }
 
-}  // namespace
 }  // namespace tsmem

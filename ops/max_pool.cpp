@@ -1,12 +1,12 @@
 // Max pooling that keeps the position in the window: one byte an output where a window has at most 256 positions, two
 // to 65,536, else four; and neither the input nor 64-bit indices.
 //
-// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to the stock op, which
+// What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to PyTorch's op, which
 // handles or refuses it.
-#include "cpu/pool.h"
-#include "cpu_dtype.h"
 #include "pool_layout.h"
+#include "pool_windows.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -15,147 +15,6 @@ using at::IntArrayRef;
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// --- Windows
-// --------------------------------------------------------------------------------------------------------------------
-
-// The windows of a pool, one entry an axis of space. Adaptive where `kernel` is empty: only `out` counts then.
-struct Windows {
-  std::vector<int64_t> kernel, stride, padding, dilation, out;
-};
-
-// One axis laid out for the kernels.
-struct Axis {
-  std::vector<int64_t> start, first, last;
-  int64_t in = 1, window = 1, dilation = 1, stride = 0;
-
-  PoolAxis view() const {
-    return {in, static_cast<int64_t>(start.size()), window, dilation, stride, start.data(), first.data(), last.data()};
-  }
-  bool has_empty_window() const {
-    for (size_t o = 0; o < start.size(); ++o)
-      if (first[o] >= last[o]) return true;
-    return false;
-  }
-};
-
-Axis make_axis(int64_t in, const Windows& w, size_t axis) {
-  Axis a;
-  a.in = in;
-  const int64_t out = w.out[axis];
-  const bool adaptive = w.kernel.empty();
-  if (!adaptive) a.stride = w.stride[axis], a.dilation = w.dilation[axis], a.window = w.kernel[axis];
-  for (int64_t o = 0; o < out; ++o) {
-    if (adaptive) {
-      const int64_t start = o * in / out, end = ((o + 1) * in + out - 1) / out;
-      a.start.push_back(start), a.first.push_back(0), a.last.push_back(end - start);
-      a.window = std::max(a.window, end - start);
-    } else {
-      const int64_t start = o * a.stride - w.padding[axis];
-      a.start.push_back(start);
-      a.first.push_back(start < 0 ? (-start + a.dilation - 1) / a.dilation : 0);
-      a.last.push_back(std::min(a.window, start >= in ? 0 : (in - 1 - start) / a.dilation + 1));
-    }
-  }
-  return a;
-}
-
-std::vector<Axis> make_axes(IntArrayRef space, const Windows& w) {
-  std::vector<Axis> axes;
-  for (size_t i = 0; i < space.size(); ++i) axes.push_back(make_axis(space[i], w, i));
-  return axes;
-}
-
-at::ScalarType position_type(const std::vector<Axis>& axes) {
-  int64_t volume = 1;
-  for (const Axis& a : axes) volume *= a.window;
-  return tsmem::position_type(volume);
-}
-
-PoolArgs kernel_args(const std::vector<Axis>& axes, IntArrayRef sizes, at::ScalarType dtype, int64_t position_bytes,
-                     bool channels_last) {
-  static const Axis flat = [] {
-    Axis a;
-    a.start = {0}, a.first = {0}, a.last = {1}, a.stride = 1;
-    return a;
-  }();
-  PoolArgs args{cpu_dtype(dtype), static_cast<int32_t>(position_bytes), channels_last, sizes[0], sizes[1], {}, {}, {}};
-  const size_t n = axes.size();
-  args.d = (n == 3 ? axes[0] : flat).view();
-  args.h = (n >= 2 ? axes[n - 2] : flat).view();
-  args.w = axes[n - 1].view();
-  return args;
-}
-
-// --- Internal ops: [batch, channels, space...]
-// ------------------------------------------------------------------------------------
-
-std::tuple<Tensor, Tensor> max_pool_cpu(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
-                                        IntArrayRef dilation, IntArrayRef out, bool positions) {
-  const auto format = format_of(x, kernel.empty());
-  const auto axes =
-      make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
-  const Tensor dense = contiguous_in(x, format);
-  const auto sizes = with_space(x, out);
-  Tensor y = empty_in(sizes, format, x.options());
-  Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
-                              : at::empty({0}, x.options().dtype(at::kByte));
-  const bool channels_last = format != at::MemoryFormat::Contiguous;
-  const PoolArgs args = kernel_args(axes, x.sizes(), x.scalar_type(), position.element_size(), channels_last);
-  const void* from = dense.const_data_ptr();
-  void* to = y.mutable_data_ptr();
-  void* where = positions ? position.mutable_data_ptr() : nullptr;
-  const int64_t rows = x.size(0) * (channels_last ? 1 : x.size(1)) * args.d.out * args.h.out;
-  if (y.numel() == 0) return {y, position};
-  const int64_t grain =
-      std::max<int64_t>(1, 16384 / (y.numel() / rows * args.d.window * args.h.window * args.w.window));
-  at::parallel_for(0, rows, grain,
-                   [&](int64_t begin, int64_t end) { pool_kernels().forward(args, from, to, where, begin, end); });
-  return {y, position};
-}
-
-std::tuple<Tensor, Tensor> max_pool_meta(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
-                                         IntArrayRef dilation, IntArrayRef out, bool positions) {
-  const auto axes =
-      make_axes(x.sizes().slice(2), {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), out.vec()});
-  const auto sizes = with_space(x, out);
-  const auto format = format_of(x, kernel.empty());
-  Tensor y = empty_in(sizes, format, x.options());
-  Tensor position = positions ? empty_in(sizes, format, x.options().dtype(position_type(axes)))
-                              : at::empty({0}, x.options().dtype(at::kByte));
-  return {y, position};
-}
-
-Tensor max_pool_backward_cpu(const Tensor& grad, const Tensor& position, IntArrayRef space, IntArrayRef kernel,
-                             IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
-  const auto axes =
-      make_axes(space, {kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()});
-  const auto format = format_for(channels_last, grad.dim());
-  // A hook on saved tensors may have given the positions another layout.
-  const Tensor dense = contiguous_in(grad, format), positions = contiguous_in(position, format);
-  Tensor out = empty_in(with_space(grad, space), format, grad.options());
-  if (out.numel() == 0) return out;
-  const PoolArgs args = kernel_args(axes, grad.sizes(), grad.scalar_type(), position.element_size(), channels_last);
-  // Channels last, few images are cut into blocks of at least 16 channels, so that every thread has work.
-  const int64_t threads = at::get_num_threads(), batch = grad.size(0), channels = grad.size(1);
-  const int64_t blocks = channels_last && batch % threads != 0
-                             ? std::max<int64_t>(1, std::min((threads + batch - 1) / batch, channels / 16))
-                             : 1;
-  const int64_t units = channels_last ? batch * blocks : batch * channels;
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, out.numel() / units));
-  const void* from = dense.const_data_ptr();
-  const void* where = positions.const_data_ptr();
-  void* to = out.mutable_data_ptr();
-  at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-    pool_kernels().backward(args, blocks, from, where, to, begin, end);
-  });
-  return out;
-}
-
-Tensor max_pool_backward_meta(const Tensor& grad, const Tensor&, IntArrayRef space, IntArrayRef, IntArrayRef,
-                              IntArrayRef, IntArrayRef, bool channels_last) {
-  return empty_in(with_space(grad, space), format_for(channels_last, grad.dim()), grad.options());
-}
 
 const c10::OperatorHandle& forward_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_max_pool", "");
@@ -177,9 +36,6 @@ Tensor call_backward(const Tensor& grad, const Tensor& position, IntArrayRef spa
                                            IntArrayRef, IntArrayRef, bool)>();
   return op.call(grad, position, space, w.kernel, w.stride, w.padding, w.dilation, channels_last);
 }
-
-// --- Autograd
-// -------------------------------------------------------------------------------------------------------------------
 
 // The same backward out of differentiable ATen calls, for create_graph: positions become indices into the flattened
 // input.
@@ -250,7 +106,7 @@ Tensor pool(const Tensor& x, const Windows& w, int64_t dims, int64_t recompute) 
   return x.dim() == dims + 2 ? y : y.squeeze(0);
 }
 
-// Fills w.out, and tells whether these are arguments that stock accepts and no window is empty.
+// Fills w.out, and tells whether these are arguments that PyTorch accepts and no window is empty.
 bool valid(IntArrayRef space, Windows& w, bool ceil_mode) {
   for (size_t i = 0; i < space.size(); ++i) {
     const int64_t k = w.kernel[i], s = w.stride[i], p = w.padding[i], d = w.dilation[i];
@@ -307,8 +163,9 @@ Tensor adaptive_max_pool3d_f32(const Tensor& x, IntArrayRef output_size, int64_t
   return adaptive_max_pool<3>(at::autocast::cached_cast(at::kFloat, x, c10::DeviceType::CPU), output_size, recompute);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_max_pool(torch::Library& m) {
   m.def(
       "max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
       "ceil_mode=False, int recompute=0) -> Tensor",
@@ -334,22 +191,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "_max_pool_backward(Tensor grad, Tensor position, int[] space, int[] kernel, int[] stride, int[] padding, int[] "
       "dilation, "
       "bool channels_last) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(tsmem, CPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("_max_pool", TORCH_FN(max_pool_cpu));
-  m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_cpu));
-}
-TORCH_LIBRARY_IMPL(tsmem, Meta, m) {
-  if (another_copy_registered()) return;
-  m.impl("_max_pool", TORCH_FN(max_pool_meta));
-  m.impl("_max_pool_backward", TORCH_FN(max_pool_backward_meta));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("max_pool3d", TORCH_FN(max_pool3d_f32));
-  m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d_f32));
+  m.impl("max_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(max_pool3d_f32));
+  m.impl("adaptive_max_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(adaptive_max_pool3d_f32));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -3,10 +3,11 @@
 // The product's own backward would keep `activated`. Here the scale's gradient recomputes it, chunk by chunk, from the
 // activation's input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input,
 // if the scale needs one.
-#include <torch/library.h>
 
 #include "norm_ops.h"
+#include "raw_op.h"
 #include "recompute.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -15,8 +16,12 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const c10::OperatorHandle& scale_grad_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_scale_grad", "");
+using ScaleGradOp =
+    RawOp<Tensor(const Tensor& grad, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                 const OptTensor& mean, const OptTensor& invstd, bool last_dim, const Act& act)>;
+
+const ScaleGradOp& scale_grad_op() {
+  static const ScaleGradOp op("tsmem::_scale_grad");
   return op;
 }
 
@@ -39,12 +44,7 @@ std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::
   Tensor sums;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op =
-        scale_grad_op()
-            .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                          const OptTensor&, bool, int64_t, double, double, double)>();
-    sums = op.call(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, static_cast<int64_t>(act.kind),
-                   act.a, act.b, act.c);
+    sums = scale_grad_op()(grad, s.input, s.weight, s.bias, s.mean, s.invstd, !per_channel, act);
   }
   if (!per_channel) return sums.view(scale_sizes);
   std::vector<int64_t> sizes(dims, 1);
@@ -55,7 +55,7 @@ std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::
 Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
   if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
   const int64_t dims = grad.dim();
-  // An unusual broadcast: by stock ops.
+  // An unusual broadcast: by PyTorch's ops.
   const auto acc = acc_type(grad.scalar_type());
   Tensor pre = s.input.to(acc);
   if (s.mean) {
@@ -81,10 +81,8 @@ struct MulAct : torch::autograd::Function<MulAct> {
     keeper.add(source(input));
     for (const OptTensor* t : {&weight, &bias, &mean, &invstd}) keeper.add(source(*t), /*always_itself=*/true);
     keeper.save(ctx);
-    ctx->saved_data["wants"] = std::vector<int64_t>{want_activated, want_scale};
     ctx->saved_data["scale_sizes"] = scale.sizes();
-    ctx->saved_data["kind"] = static_cast<int64_t>(act.kind);
-    ctx->saved_data["act"] = std::vector<double>{act.a, act.b, act.c};
+    save_act(ctx, act);
     ctx->saved_data["name"] = name;
     return from_second ? at::mul(scale, activated) : at::mul(activated, scale);
   }
@@ -94,19 +92,15 @@ struct MulAct : torch::autograd::Function<MulAct> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
-    const auto wants = data["wants"].toIntVector();
-    const auto arguments = data["act"].toDoubleVector();
-    const Act act{static_cast<ActKind>(data["kind"].toInt()), arguments[0], arguments[1], arguments[2]};
     const Kept kept(ctx);
     std::vector<Tensor> g(2);
     {
       at::NoGradGuard no_grad;
-      if (wants[1] && ctx->needs_input_grad(1))
+      if (ctx->needs_input_grad(1))
         g[1] = scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
-                          data["scale_sizes"].toIntVector(), act)
+                          data["scale_sizes"].toIntVector(), saved_act(ctx))
                    .to(grad.scalar_type());
-      if (wants[0] && ctx->needs_input_grad(0))
-        g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
+      if (ctx->needs_input_grad(0)) g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
     }
     g = kept.refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), grad);
     result[0] = g[0], result[1] = g[1];
@@ -125,7 +119,7 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
   if (in_place == kFirst && !same_in_place(activated, scale)) return activated.clone().mul_(scale);
   if (in_place == kSecond && !same_in_place(scale, activated)) return scale.clone().mul_(activated);
   bool usable = needs_grad(activated, scale) && plain(activated) && plain(scale) && plain(s.input) &&
-                has_kernel(scale_grad_op(), activated) && scale.scalar_type() == activated.scalar_type() &&
+                has_kernel(scale_grad_op().handle(), activated) && scale.scalar_type() == activated.scalar_type() &&
                 s.input.scalar_type() == activated.scalar_type() && s.input.sizes() == activated.sizes() &&
                 scale.device() == activated.device() && s.input.device() == activated.device() &&
                 scale.dim() <= activated.dim() && activated.numel() > 0 && !s.input.is_same(activated);
@@ -158,8 +152,20 @@ Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Te
              recompute, in_place);
 }
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+std::optional<Tensor> sum_of_product(const Tensor& grad, const Tensor& x, at::IntArrayRef sizes) {
+  const auto format = x.suggest_memory_format();
+  if (at::GradMode::is_enabled() || !plain(x) || !plain(grad) || !has_kernel(scale_grad_op().handle(), x) ||
+      x.scalar_type() != grad.scalar_type() || x.device() != grad.device() || x.sizes() != grad.sizes() ||
+      x.numel() == 0 || !x.is_contiguous(format) || !grad.is_contiguous(format))
+    return std::nullopt;
+  auto sums = fused_scale_grad(grad, {x, {}, {}, {}, {}}, sizes, Act{ActKind::identity});
+  if (sums) sums = sums->to(grad.scalar_type());
+  return sums;
+}
+
+void register_mul_act(torch::Library& m) {
   m.def(
       "mul_act(Tensor activated, Tensor scale, Tensor input, str act, float[] act_args, int recompute=0, "
       "int in_place=0) -> Tensor",
@@ -169,19 +175,6 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
       "Tensor invstd, "
       "str act, float[] act_args, int recompute=0, int in_place=0) -> Tensor",
       TORCH_FN(mul_batch_norm_act));
-}
-
-}  // namespace
-
-std::optional<Tensor> sum_of_product(const Tensor& grad, const Tensor& x, at::IntArrayRef sizes) {
-  const auto format = x.suggest_memory_format();
-  if (at::GradMode::is_enabled() || !plain(x) || !plain(grad) || !has_kernel(scale_grad_op(), x) ||
-      x.scalar_type() != grad.scalar_type() || x.device() != grad.device() || x.sizes() != grad.sizes() ||
-      x.numel() == 0 || !x.is_contiguous(format) || !grad.is_contiguous(format))
-    return std::nullopt;
-  auto sums = fused_scale_grad(grad, {x, {}, {}, {}, {}}, sizes, Act{ActKind::identity});
-  if (sums) sums = sums->to(grad.scalar_type());
-  return sums;
 }
 
 }  // namespace tsmem

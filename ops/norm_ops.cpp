@@ -1,7 +1,9 @@
 #include "norm_ops.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
+
+#include "raw_op.h"
+#include "registration.h"
 
 namespace tsmem {
 
@@ -11,12 +13,22 @@ namespace {
 
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-const c10::OperatorHandle& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_batch_norm_act_forward", "");
+using ForwardOp = RawOp<Four(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                             const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& other,
+                             bool training, double momentum, double eps, const Act& act, bool keep_mask)>;
+using ApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                             const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& out)>;
+using BackwardOp =
+    RawOp<Four(const Tensor& grad, const OptTensor& input, const OptTensor& weight, const OptTensor& bias,
+               const Tensor& mean, const Tensor& invstd, const OptTensor& other, const OptTensor& mask, bool training,
+               bool channels_last, const Act& act, std::array<bool, 4> want, bool overwrite_grad)>;
+
+const ForwardOp& forward_op() {
+  static const ForwardOp op("tsmem::_batch_norm_act_forward");
   return op;
 }
 
-// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what stock takes. One number a channel
+// Parameters have the input's dtype, or, with a 16-bit input, are all float32: what PyTorch takes. One number a channel
 // each.
 bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const BatchNormArgs& bn) {
   const auto dtype = input.scalar_type();
@@ -35,7 +47,7 @@ bool parameters_fit(const Tensor& input, const c10::SymInt& channels, const Batc
 }  // namespace
 
 bool norm_usable(const Tensor& like, const c10::SymInt& channels, const BatchNormArgs& bn, const Act& act) {
-  if (!plain(like) || !has_kernel(forward_op(), like) || autocast_casts(like, act)) return false;
+  if (!plain(like) || !has_kernel(forward_op().handle(), like) || autocast_casts(like, act)) return false;
   const bool mean = bn.running_mean && bn.running_mean->defined(), var = bn.running_var && bn.running_var->defined();
   return mean == var && (bn.training || mean) && parameters_fit(like, channels, bn);
 }
@@ -55,36 +67,68 @@ Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabl
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const BatchNormArgs& bn,
                                                         const OptTensor& other, const Act& act, bool keep_mask) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      forward_op()
-          .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                      const OptTensor&, bool, double, double, int64_t, double, double, double, bool)>();
-  return op.call(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum, bn.eps,
-                 static_cast<int64_t>(act.kind), act.a, act.b, act.c, keep_mask);
+  return forward_op()(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training, bn.momentum,
+                      bn.eps, act, keep_mask);
 }
 
 Tensor norm_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                   const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& spare) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("tsmem::_batch_norm_act_apply", "")
-          .typed<Tensor(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
-                        const OptTensor&, int64_t, double, double, double, const OptTensor&)>();
-  return op.call(input, weight, bias, mean, invstd, other, static_cast<int64_t>(act.kind), act.a, act.b, act.c, spare);
+  static const ApplyOp op("tsmem::_batch_norm_act_apply");
+  return op(input, weight, bias, mean, invstd, other, act, spare);
 }
 
 std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_batch_norm_act_backward", "")
-                             .typed<Four(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                                         const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, bool, bool,
-                                         int64_t, double, double, double, std::array<bool, 4>, bool)>();
-  auto [x, w, bias, pre] =
-      op.call(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training, b.channels_last,
-              static_cast<int64_t>(act.kind), act.a, act.b, act.c, want, b.overwrite_grad);
+  static const BackwardOp op("tsmem::_batch_norm_act_backward");
+  auto [x, w, bias, pre] = op(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
+                              b.channels_last, act, want, b.overwrite_grad);
   return {x, w, bias, pre};
+}
+
+int64_t dtype_of(const OptTensor& t) { return t && t->defined() ? static_cast<int64_t>(t->scalar_type()) : 0; }
+
+Tensor in_dtype(const Tensor& grad, const at::IValue& dtype) {
+  return grad.defined() ? grad.to(static_cast<at::ScalarType>(dtype.toInt())) : grad;
+}
+
+void register_norm(torch::Library& m) {
+  m.def(
+      "_batch_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, "
+      "Tensor? other, bool training, float momentum, float eps, int act, float act_a, float act_b, float act_c, bool "
+      "keep_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_backward(Tensor(a!) grad, Tensor? input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "invstd, "
+      "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
+      "bool[4] want, bool overwrite_grad) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float "
+      "act_c, "
+      "int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation, int[2] out_size, bool keep_positions) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_max_pool2d_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor invstd, "
+      "Tensor positions, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, int[2] "
+      "kernel_size, "
+      "int[2] stride, int[2] padding, int[2] dilation, bool[3] want) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_batch_norm_act_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor? other, "
+      "int act, float act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
+  m.def(
+      "_batch_norm_act_max_pool2d_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
+      "Tensor positions, int act, float act_a, float act_b, float act_c, int[2] kernel_size, int[2] stride, int[2] "
+      "padding, "
+      "int[2] dilation, int[2] out_size) -> Tensor");
+  m.def(
+      "_scale_grad(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? invstd, bool "
+      "last_dim, int act, "
+      "float act_a, float act_b, float act_c) -> Tensor");
 }
 
 }  // namespace tsmem

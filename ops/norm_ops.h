@@ -1,5 +1,5 @@
-// The raw normalisation ops (registered in cpu/norm.cpp for CPU and Meta; another backend registers its own under the
-// same names) and what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
+// The raw normalisation ops (schemas in norm_ops.cpp; for the CPU in cpu/, for shapes in meta/, for CUDA in cuda/) and
+// what the public ops in batch_norm_act.cpp, mul_act.cpp and conv_batch_norm_act.cpp share.
 #pragma once
 #include <ATen/ATen.h>
 
@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "activation.h"
 #include "common.h"
 #include "pool_layout.h"
 
@@ -59,7 +60,7 @@ struct NormBackward {
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
-// Whether our kernels take these operands; else stock ops are composed, which also raise their own errors.
+// Whether our kernels take these operands; else PyTorch's ops are composed, which also raise their own errors.
 bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);
 
 // The same for an input that is still to be made: `like` has its dtype and device, `channels` are its size(1).
@@ -68,13 +69,26 @@ bool norm_usable(const at::Tensor& like, const c10::SymInt& channels, const Batc
 // at::batch_norm
 at::Tensor stock_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
 
-// Counts the tensors that autograd sees among a Function's arguments, in order, as needs_input_grad() does; -1 where
-// there is none.
+// Counts the tensors that autograd sees among a Function's arguments, in order; -1 where there is none.
 struct Edges {
   int64_t next = 0;
   int64_t of(const at::Tensor& t) { return t.defined() ? next++ : -1; }
   int64_t of(const OptTensor& t) { return t && t->defined() ? next++ : -1; }
 };
+
+// In backward: which gradients are asked for, of the arguments whose edges forward has saved as "edges".
+template <size_t n>
+std::array<bool, n> wanted(torch::autograd::AutogradContext* ctx) {
+  const auto edges = ctx->saved_data["edges"].toIntVector();
+  std::array<bool, n> want;
+  for (size_t i = 0; i < n; ++i) want[i] = edges[i] >= 0 && ctx->needs_input_grad(edges[i]);
+  return want;
+}
+
+// A parameter's dtype among what a node saves, and its gradient in that dtype. Without a parameter there is no
+// gradient.
+int64_t dtype_of(const OptTensor& t);
+at::Tensor in_dtype(const at::Tensor& grad, const at::IValue& dtype);
 
 // The sum of grad * x over the dimensions that `sizes` broadcasts to x's, without the product: for scales of channels
 // or of the last dimension, tensors dense in one format and no double backward; else nothing. In mul_act.cpp.

@@ -4,6 +4,7 @@
 // so they get shape_of() in its place. aten's upsample_*, mean, constant and circular pad keep sizes only themselves,
 // and have no op here.
 #include "common.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -191,8 +192,9 @@ struct F32<op> {
   }
 };
 
-TORCH_LIBRARY_FRAGMENT(tsmem, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_shape_ops(torch::Library& m) {
   m.def(
       "avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool "
       "count_include_pad=True) -> Tensor",
@@ -215,17 +217,13 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   m.def("replication_pad2d(Tensor self, int[4] padding) -> Tensor", TORCH_FN(pad_op<Call::replication_pad2d>));
   m.def("replication_pad3d(Tensor self, int[6] padding) -> Tensor", TORCH_FN(pad_op<Call::replication_pad3d>));
   m.def("pad(Tensor self, int[] pad, str mode=\"constant\", float? value=None) -> Tensor", TORCH_FN(pad));
-}
-TORCH_LIBRARY_IMPL(tsmem, AutocastCPU, m) {
-  if (another_copy_registered()) return;
-  m.impl("avg_pool3d", TORCH_FN(F32<&avg_pool3d>::call));
-  m.impl("adaptive_avg_pool3d", TORCH_FN(F32<&adaptive_avg_pool3d>::call));
-  m.impl("reflection_pad1d", TORCH_FN(F32<&pad_op<Call::reflection_pad1d>>::call));
-  m.impl("reflection_pad2d", TORCH_FN(F32<&pad_op<Call::reflection_pad2d>>::call));
-  m.impl("replication_pad1d", TORCH_FN(F32<&pad_op<Call::replication_pad1d>>::call));
-  m.impl("replication_pad2d", TORCH_FN(F32<&pad_op<Call::replication_pad2d>>::call));
-  m.impl("replication_pad3d", TORCH_FN(F32<&pad_op<Call::replication_pad3d>>::call));
+  m.impl("avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&avg_pool3d>::call));
+  m.impl("adaptive_avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&adaptive_avg_pool3d>::call));
+  m.impl("reflection_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::reflection_pad1d>>::call));
+  m.impl("reflection_pad2d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::reflection_pad2d>>::call));
+  m.impl("replication_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad1d>>::call));
+  m.impl("replication_pad2d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad2d>>::call));
+  m.impl("replication_pad3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad3d>>::call));
 }
 
-}  // namespace
 }  // namespace tsmem

@@ -3,9 +3,9 @@
 // Every op computes with stock operators where its tensors are not plain() ones, batched ones among them. The
 // dispatcher takes a batched tensor to vmap's fallback all the same, which calls an op once a sample and refuses those
 // that write to a buffer or take lists: here it is taken to the op itself.
-#include <torch/library.h>
 
 #include "common.h"
+#include "registration.h"
 
 namespace tsmem {
 namespace {
@@ -15,8 +15,9 @@ void run_body(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
 
-TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
-  if (another_copy_registered()) return;
+}  // namespace
+
+void register_vmap(torch::Library& m) {
   // tests/ops/test_vmap.py checks that none is missing. contiguous and reshape have theirs in copies.cpp.
   for (const char* name : {"act",
                            "adaptive_avg_pool1d",
@@ -79,8 +80,7 @@ TORCH_LIBRARY_IMPL(tsmem, FuncTorchBatched, m) {
                            "scaled_dot_product_attention",
                            "scaled_dot_product_attention.draw",
                            "softmax"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_body>());
+    m.impl(name, c10::DispatchKey::FuncTorchBatched, torch::CppFunction::makeFromBoxedFunction<&run_body>());
 }
 
-}  // namespace
 }  // namespace tsmem

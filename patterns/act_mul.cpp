@@ -13,7 +13,7 @@ Pattern act_mul() {
                      .rewrite = "%z = tsmem::act(%x, ACT)\n"
                                 "%p = tsmem::mul_act(%z, %s, %x, ACT)",
                      .shared = {"z"},
-                     .activations = kSmooth,
+                     .activations = activations_that_save(ActSaves::input),
                      .intact = {"x"}}}};
 }
 

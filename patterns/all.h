@@ -1,5 +1,6 @@
 // One function a file; all.cpp lists them in order.
 #pragma once
+#include "ops/act_table.h"
 #include "patterns/pattern.h"
 
 namespace tsmem {
@@ -28,9 +29,13 @@ Pattern copies();
 Pattern softmax();
 Pattern mul();
 
-// Activations whose derivative is one of two numbers: 1 bit an element. And those whose derivative needs their input.
-inline const std::set<std::string> kMasked = {"relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid"};
-inline const std::set<std::string> kSmooth = {"silu", "hardswish", "gelu", "gelu_tanh", "elu", "softplus", "mish"};
+// The activations of which backward needs that much: one bit an element, or the input.
+inline std::set<std::string> activations_that_save(ActSaves saves) {
+  std::set<std::string> names;
+  for (const ActInfo& info : kActivations)
+    if (info.saves == saves) names.insert(info.name);
+  return names;
+}
 
 // The arguments of aten::batch_norm in a pattern, in order.
 inline const std::string kBatchNorm = "%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn";

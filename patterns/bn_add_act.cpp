@@ -11,8 +11,8 @@ Pattern bn_add_act() {
                           "%z = act(%s)",
                  .rewrite = "%z = tsmem::batch_norm_add_act(" + kBatchNorm + ", %r, ACT)"};
   Rule smooth = masked;
-  masked.activations = kMasked;
-  smooth.activations = kSmooth;
+  masked.activations = activations_that_save(ActSaves::bit);
+  smooth.activations = activations_that_save(ActSaves::input);
   smooth.activations.insert({"sigmoid", "tanh"});
   smooth.intact = {"r", "y"};
   return {.name = "bn-add-act",

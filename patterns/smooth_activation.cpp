@@ -9,7 +9,9 @@ Pattern smooth_activation() {
           .keeps = "before: x, z; after: x or what it is made from",
           .conditions = "silu, hardswish, gelu, elu, softplus, mish",
           .for_regions = true,
-          .rules = {{.match = "%z = act(%x)", .rewrite = "%z = tsmem::act(%x, ACT)", .activations = kSmooth}}};
+          .rules = {{.match = "%z = act(%x)",
+                     .rewrite = "%z = tsmem::act(%x, ACT)",
+                     .activations = activations_that_save(ActSaves::input)}}};
 }
 
 }  // namespace tsmem

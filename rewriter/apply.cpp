@@ -7,6 +7,7 @@
 #include <set>
 #include <unordered_set>
 
+#include "ops/traits.h"
 #include "rewriter/unused_norms.h"
 
 namespace tsmem {
@@ -265,10 +266,8 @@ void number_names(Graph& graph) {
 }  // namespace
 
 Offers offers_recompute(const std::string& op) {
-  static const std::set<std::string> products = {"tsmem::linear", "tsmem::matmul",
-                                                 "tsmem::scaled_dot_product_attention"};
   if (!takes(op, "recompute")) return Offers::nothing;
-  return op.find("conv") != std::string::npos || products.count(op) ? Offers::dear : Offers::cheap;
+  return traits_of(op).expensive ? Offers::expensive : Offers::cheap;
 }
 
 // Users, outside their match, of values that are no longer made, in a copy that leaves calls as they are; those that

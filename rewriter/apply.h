@@ -10,9 +10,9 @@ namespace tsmem {
 // The `recompute` argument of an op of ours that is put into a graph, at its insert point.
 using RecomputeArgument = std::function<Value*(Graph&, const std::string& op, const Found&)>;
 
-// Whether an op of ours ("tsmem::add") can offer its output to be made again: it has an argument `recompute`. A dear
-// one (a convolution, a matrix product) is only made again where a plan says so.
-enum class Offers { nothing, cheap, dear };
+// Whether an op of ours ("tsmem::add") can offer its output to be recomputed: it has an argument `recompute`. An
+// expensive one (ops/traits.h) is only recomputed where a plan says so.
+enum class Offers { nothing, cheap, expensive };
 Offers offers_recompute(const std::string& op);
 
 // The matches of a module class's method in its own view; null where it is not rewritten.

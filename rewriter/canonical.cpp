@@ -5,6 +5,8 @@
 
 #include <unordered_map>
 
+#include "ops/act_table.h"
+
 namespace tsmem {
 
 using namespace torch::jit;
@@ -23,27 +25,25 @@ struct Activation {
   size_t from_inputs = 0;     // else: that many, from input 1 on
 };
 
-// Spellings of activations, without the trailing underscore of in-place ones. clamp, clamp_min and clip are not among
-// them: their gradient at the border is 1, that of relu and hardtanh 0 (derivatives.yaml).
+// Spellings of activations, without the trailing underscore of in-place ones: PyTorch's operators in the order of our
+// arguments (ops/act_table.h), and what is short for one. clamp, clamp_min and clip are not among them: their gradient
+// at the border is 1, that of relu and hardtanh 0 (derivatives.yaml).
 const std::unordered_map<std::string, Activation>& activations() {
-  static const std::unordered_map<std::string, Activation> table = {
-      {"relu", {"relu", {}}},
-      {"relu6", {"hardtanh", {0, 6}}},
-      {"hardtanh", {"hardtanh", {}, 2}},
-      {"threshold", {"threshold", {}, 2}},
-      {"leaky_relu", {"leaky_relu", {}, 1}},
-      {"hardsigmoid", {"hardsigmoid", {}}},
-      {"silu", {"silu", {}}},
-      {"hardswish", {"hardswish", {}}},
-      {"sigmoid", {"sigmoid", {}}},
-      {"tanh", {"tanh", {}}},
-      {"elu", {"elu", {}, 3}},
-      {"selu", {"elu", {1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1}}},
-      {"softplus", {"softplus", {}, 2}},
-      {"mish", {"mish", {}}},
-  };
+  static const auto table = [] {
+    std::unordered_map<std::string, Activation> spellings = {
+        {"relu6", {"hardtanh", {0, 6}}},
+        {"selu", {"elu", {1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1}}},
+    };
+    for (const ActInfo& info : kActivations)
+      if (info.operator_name && !info.approximate)
+        spellings[info.operator_name] = {info.name, {}, static_cast<size_t>(info.arguments)};
+    return spellings;
+  }();
   return table;
 }
+
+// gelu and celu have arguments that are not those of our activation.
+bool is_activation(const std::string& base) { return activations().count(base) || base == "gelu" || base == "celu"; }
 
 void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
   op.name = "act";
@@ -92,7 +92,7 @@ CanonicalOp canonical(Node* n) {
     base.pop_back();
     op.in_place = true;
   }
-  if (activations().count(base) || base == "gelu" || base == "celu") {
+  if (is_activation(base)) {
     if (!is_tensor(n->input(0))) return {};
     describe_activation(n, base, op);
     return op;
@@ -148,22 +148,6 @@ bool makes_fresh_tensor(const Node* n) {
                                               "log_softmax",
                                               "upsample_nearest2d",
                                               "upsample_bilinear2d",
-                                              "relu",
-                                              "relu6",
-                                              "hardtanh",
-                                              "leaky_relu",
-                                              "silu",
-                                              "hardswish",
-                                              "hardsigmoid",
-                                              "gelu",
-                                              "sigmoid",
-                                              "tanh",
-                                              "elu",
-                                              "selu",
-                                              "celu",
-                                              "softplus",
-                                              "mish",
-                                              "threshold",
                                               "exp",
                                               "sqrt",
                                               "rsqrt",
@@ -179,7 +163,8 @@ bool makes_fresh_tensor(const Node* n) {
                                               "randn",
                                               "rand",
                                               "embedding"};
-  return n->kind().is_aten() && fresh.count(n->kind().toUnqualString());
+  const std::string name = n->kind().toUnqualString();
+  return n->kind().is_aten() && (fresh.count(name) || is_activation(name));
 }
 
 bool only_reads(const Node* n) {

@@ -3,6 +3,8 @@
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/ir/constants.h>
 
+#include "ops/traits.h"
+
 namespace tsmem {
 
 using namespace torch::jit;
@@ -19,7 +21,7 @@ Function* called_method(const Node* n) {
   return type ? type->findMethod(n->s(attr::name)) : nullptr;
 }
 
-bool calls_method(std::string_view op) { return op == "tsmem::checkpoint" || op == "tsmem::autocast"; }
+bool calls_method(std::string_view op) { return traits_of(op).calls_method; }
 
 Function* method_called_by_op(const Node* n) {
   if (!calls_method(n->kind().toQualString())) return nullptr;

@@ -469,7 +469,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   for (const ModuleClass& c : classes) {
     size_t attributes = 0;
     const RecomputeArgument recompute = [&](Graph& g, const std::string& op, const Found& found) {
-      const bool dear = offers_recompute(op) == Offers::dear;
+      const bool dear = offers_recompute(op) == Offers::expensive;
       if (found.overwritten) return g.insertConstant(0);
       const int64_t again = options.level != Level::ops && !dear;
       if (options.level != Level::plan) return g.insertConstant(again);

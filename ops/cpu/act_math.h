@@ -3,13 +3,13 @@
 //
 // Elements are float (also for bf16 and f16, converted by the caller) or double. The loops are written for the
 // vectoriser; float exp, log1p, tanh, erf are polynomials of our own fit (Chebyshev, error below 4e-9 relative), double
-// ones are the C library's. Borders and NaN are stock's: see docs/ops/norm.md.
+// ones are the C library's.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "act.h"
+#include "act_table.h"
 
 // A loop with a call in it is not vectorised, and the compiler finds these too long to inline by itself.
 #define TSMEM_ALWAYS __attribute__((always_inline))
@@ -33,7 +33,7 @@ TSMEM_INLINE uint32_t float_to_bits(float f) {
 // a * b + c, in one rounding where the instruction set has it. Compilers may not contract by themselves here: a
 // pre-activation must be the same number wherever it is computed.
 TSMEM_INLINE float mad(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -124,168 +124,63 @@ TSMEM_INLINE double phi_of(double x, double) { return 0.5 * ::erfc(-x * 0.707106
 
 // --- Activations
 
-// Derivative of a one_bit activation: `on` where its bit is set, else `off`.
-struct Slopes {
-  double on, off;
+// The elementary functions as the table's formulas ask for them.
+namespace {
+struct Math {
+  template <class A>
+  TSMEM_INLINE A exp_of(A x) {
+    return TSMEM_ISA::exp_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A expm1_of(A x) {
+    return TSMEM_ISA::expm1_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A log1p_of(A x) {
+    return TSMEM_ISA::log1p_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A tanh_of(A x) {
+    return TSMEM_ISA::tanh_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A sigmoid_of(A x) {
+    return TSMEM_ISA::sigmoid_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A gauss_of(A x) {
+    return TSMEM_ISA::gauss_of(x);
+  }
+  template <class A>
+  TSMEM_INLINE A phi_of(A x, A gauss) {
+    return TSMEM_ISA::phi_of(x, gauss);
+  }
+  template <class A>
+  TSMEM_INLINE A relu_of(A x) {
+    return x <= A(0) ? A(0) : x;
+  }
 };
-static inline Slopes slopes(const Act& act) {
-  switch (act.kind) {
-    case ActKind::leaky_relu:
-      return {1.0, act.a};
-    case ActKind::hardsigmoid:
-      // Exactly rounded in float64 too, as TorchScript's own derivative; eager mode's constant is a float32 there.
-      return {1.0 / 6.0, 0.0};
-    default:
-      return {1.0, 0.0};
-  }
-}
+}  // namespace
 
-// Calls f with a function of the element that computes the activation.
-template <class A, class F>
-static inline void with_act(const Act& act, F f) {
-  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1,
-          half = A(0.5);
-  switch (act.kind) {
-    case ActKind::identity:
-      return;
-    case ActKind::relu:
-      return f([=](A x) TSMEM_ALWAYS { return x <= zero ? zero : x; });
-    case ActKind::hardtanh:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A low = x < a ? a : x;
-        return low > b ? b : low;
-      });
-    case ActKind::threshold:
-      return f([=](A x) TSMEM_ALWAYS { return x <= a ? b : x; });
-    case ActKind::leaky_relu:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A scaled = x * a;
-        return x > zero ? x : scaled;
-      });
-    case ActKind::hardsigmoid:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
-        return (mid + A(3)) / A(6);
-      });
-    case ActKind::silu:
-      return f([=](A x) TSMEM_ALWAYS { return x / (one + exp_of(-x)); });
-    case ActKind::hardswish:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
-        return x * (mid + A(3)) / A(6);
-      });
-    case ActKind::gelu:
-      return f([=](A x) TSMEM_ALWAYS { return x * phi_of(x, gauss_of(x)); });
-    case ActKind::gelu_tanh:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A inner = A(0.79788456080286535588) * (x + A(0.044715) * x * x * x);
-        return half * x * (one + tanh_of(inner));
-      });
-    case ActKind::sigmoid:
-      return f([=](A x) TSMEM_ALWAYS { return sigmoid_of(x); });
-    case ActKind::tanh:
-      return f([=](A x) TSMEM_ALWAYS { return tanh_of(x); });
-    case ActKind::elu:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A lower = expm1_of(x * c) * (a * b), upper = x * b;
-        return x <= zero ? lower : upper;
-      });
-    case ActKind::softplus:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A z = x * a, soft = log1p_of(exp_of(z)) / a;
-        return z > b ? x : soft;
-      });
-    case ActKind::mish:
-      return f([=](A x) TSMEM_ALWAYS {
-        const A e = exp_of(x > A(40) ? A(40) : x), n = e * (e + A(2)), soft = x * (n / (n + A(2)));
-        return x > A(40) ? x : soft;
-      });
-  }
+template <class Row, class A>
+static void forward_of(A* __restrict x, int64_t n, ActNumbers<A> p) {
+  for (int64_t i = 0; i < n; ++i) x[i] = Row::template forward<Math>(x[i], p);
 }
-
-// Calls f with a function (pre-activation, gradient) -> gradient times the derivative there.
-template <class A, class F>
-static inline void with_act_backward(const Act& act, F f) {
-  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b), c = static_cast<A>(act.c), zero = 0, one = 1,
-          half = A(0.5);
-  switch (act.kind) {
-    case ActKind::identity:
-      return;
-    case ActKind::relu:
-      return f([=](A x, A g) TSMEM_ALWAYS { return x <= zero ? zero : g; });
-    case ActKind::hardtanh:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A low = x <= a ? zero : g;
-        return x >= b ? zero : low;
-      });
-    case ActKind::threshold:
-      return f([=](A x, A g) TSMEM_ALWAYS { return x <= a ? zero : g; });
-    case ActKind::leaky_relu:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A scaled = g * a;
-        return x > zero ? g : scaled;
-      });
-    case ActKind::hardsigmoid:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A inside = g * A(1.0 / 6.0), low = x > A(-3) ? inside : zero;  // see slopes()
-        return x < A(3) ? low : zero;
-      });
-    case ActKind::silu:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A s = sigmoid_of(x);
-        return g * s * (one + x * (one - s));
-      });
-    case ActKind::hardswish:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A inside = g * (x / A(3) + half), low = x <= A(-3) ? zero : g;
-        const A in = x < A(3) ? inside : g;
-        return x > A(-3) ? in : low;
-      });
-    case ActKind::gelu:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A gauss = gauss_of(x);
-        return g * (phi_of(x, gauss) + x * (A(0.39894228040143267794) * gauss));
-      });
-    case ActKind::gelu_tanh:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A t = tanh_of(A(0.79788456080286535588) * (x + A(0.044715) * x * x * x));
-        const A inner = A(0.79788456080286535588) * (one + A(3 * 0.044715) * x * x);
-        return g * (half * (one + t) + half * x * (one - t * t) * inner);
-      });
-    case ActKind::sigmoid:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A s = sigmoid_of(x);
-        return g * (one - s) * s;
-      });
-    case ActKind::tanh:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A t = tanh_of(x);
-        return g * (one - t * t);
-      });
-    case ActKind::elu:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A lower = g * c * (a * b) * exp_of(x * c), upper = g * b;
-        return x <= zero ? lower : upper;
-      });
-    case ActKind::softplus:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A z = x * a, e = exp_of(z > b ? b : z), soft = g * (e / (e + one));
-        return z > b ? g : soft;
-      });
-    case ActKind::mish:
-      return f([=](A x, A g) TSMEM_ALWAYS {
-        const A e = exp_of(x > A(40) ? A(40) : x), n = e * (e + A(2)), d = n + A(2);
-        const A soft = g * (n / d + x * (A(4) * e * (e + one) / d / d));
-        return x > A(40) ? g : soft;
-      });
-  }
+template <class Row, class A>
+static void backward_of(const A* pre, const A* grad, A* out, int64_t n, ActNumbers<A> p) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) out[i] = act_gradient<Row, Math>(pre[i], grad[i], p);
+}
+template <class Row, class A>
+static void flags_of(const A* __restrict x, uint8_t* __restrict flags, int64_t n, ActNumbers<A> p) {
+  for (int64_t i = 0; i < n; ++i) flags[i] = Row::upper(x[i], p);
 }
 
 // x[i] = act(x[i])
 template <class A>
-static void act_forward(A* __restrict x, int64_t n, const Act& act) {
-  with_act<A>(act, [=](auto f) {
-    for (int64_t i = 0; i < n; ++i) x[i] = f(x[i]);
+static void act_forward(A* x, int64_t n, const Act& act) {
+  with_row(act.kind, [&](auto row) {
+    if constexpr (row.kind != ActKind::identity) forward_of<decltype(row)>(x, n, numbers_of<A>(act));
   });
 }
 
@@ -296,32 +191,15 @@ static void act_backward(const A* pre, const A* grad, A* out, int64_t n, const A
     if (out != grad) std::memmove(out, grad, n * sizeof(A));
     return;
   }
-  with_act_backward<A>(act, [=](auto f) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) out[i] = f(pre[i], grad[i]);
-  });
+  with_row(act.kind, [&](auto row) { backward_of<decltype(row)>(pre, grad, out, n, numbers_of<A>(act)); });
 }
 
-// flags[i] = 1 where the derivative of a one_bit activation is slopes(act).on, else 0.
+// flags[i] = 1 where the derivative of a one_bit activation is its upper one, else 0.
 template <class A>
-static inline void act_flags(const A* __restrict x, uint8_t* __restrict flags, int64_t n, const Act& act) {
-  const A a = static_cast<A>(act.a), b = static_cast<A>(act.b);
-  switch (act.kind) {
-    case ActKind::relu:
-      for (int64_t i = 0; i < n; ++i) flags[i] = !(x[i] <= A(0));
-      return;
-    case ActKind::hardtanh:
-      for (int64_t i = 0; i < n; ++i) flags[i] = !(x[i] <= a) & !(x[i] >= b);
-      return;
-    case ActKind::threshold:
-      for (int64_t i = 0; i < n; ++i) flags[i] = !(x[i] <= a);
-      return;
-    case ActKind::hardsigmoid:
-      for (int64_t i = 0; i < n; ++i) flags[i] = (x[i] > A(-3)) & (x[i] < A(3));
-      return;
-    default:  // leaky_relu
-      for (int64_t i = 0; i < n; ++i) flags[i] = x[i] > A(0);
-  }
+static inline void act_flags(const A* x, uint8_t* flags, int64_t n, const Act& act) {
+  with_row(act.kind, [&](auto row) {
+    if constexpr (row.saves == ActSaves::bit) flags_of<decltype(row)>(x, flags, n, numbers_of<A>(act));
+  });
 }
 
 // --- Bits
@@ -347,10 +225,11 @@ static inline void unpack_bits(const uint8_t* __restrict bits, uint8_t* __restri
 }
 
 // out[i] = grad[i] * the slope that flags[i] selects. A slope of 0 gives 0 also for an infinite or NaN gradient, as
-// stock's does.
+// PyTorch's does.
 template <class A>
 static void flags_backward(const uint8_t* __restrict flags, const A* grad, A* out, int64_t n, const Act& act) {
-  const Slopes s = slopes(act);
+  Slopes s;
+  with_row(act.kind, [&](auto row) { s = slopes_of<decltype(row)>(act); });
   const A on = static_cast<A>(s.on), off = static_cast<A>(s.off);
   if (off == A(0)) {
 #pragma GCC ivdep

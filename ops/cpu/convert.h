@@ -12,6 +12,14 @@
 namespace tsmem {
 namespace {
 
+#if !defined(__F16C__)
+#if defined(__aarch64__)
+using Half = __fp16;  // GCC has _Float16 in C++ from version 13 on
+#else
+using Half = _Float16;
+#endif
+#endif
+
 inline float to_compute(float x) { return x; }
 inline double to_compute(double x) { return x; }
 inline float to_compute(bf16 x) {
@@ -24,7 +32,7 @@ inline float to_compute(f16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  _Float16 h;
+  Half h;
   std::memcpy(&h, &x.bits, 2);
   return static_cast<float>(h);
 #endif
@@ -43,7 +51,7 @@ inline void from_compute(float x, f16& out) {
 #if defined(__F16C__)
   out.bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  const _Float16 h = static_cast<_Float16>(x);
+  const Half h = static_cast<Half>(x);
   std::memcpy(&out.bits, &h, 2);
 #endif
 }

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are converted at once: stays in the first-level cache
 
-// The bits of eight values. The comparisons are stock's: NaN passes a relu's and a threshold's gradient, and no
-// other's.
+// The bits of eight values, of the kinds that pack_any() names. The comparisons are PyTorch's: NaN passes a relu's and
+// a threshold's gradient, and no other's.
 template <class C>
 inline uint8_t bits_of(const C* x, ActKind kind, C a, C b) {
 #if defined(__AVX2__)
@@ -49,7 +49,7 @@ inline uint8_t bits_of(const C* x, ActKind kind, C a, C b) {
 #endif
 }
 
-// act(x) where it is cheap, as stock computes it: a zero keeps its sign, NaN stays.
+// act(x) where it is cheap, as PyTorch computes it: a zero keeps its sign, NaN stays.
 template <class C>
 inline C value_of(C x, ActKind kind, C a, C b) {
   switch (kind) {
@@ -95,6 +95,24 @@ void pack(const Act& act, const T* x, T* y, uint8_t* mask, int64_t n) {
   }
 }
 
+// The bits alone, by the formula of the table.
+template <class Row, class T>
+void pack_by_row(const Act& act, const T* x, uint8_t* mask, int64_t n) {
+  using C = compute_t<T>;
+  const ActNumbers<C> p = numbers_of<C>(act);
+  C in[kBlock];
+  for (int64_t start = 0; start < n; start += kBlock, mask += kBlock / 8) {
+    const int64_t count = std::min(kBlock, n - start);
+    widen(x + start, in, count);
+    for (int64_t i = count; i % 8; ++i) in[i] = 0;
+    for (int64_t i = 0; i < count; i += 8) {
+      int bits = 0;
+      for (int k = 0; k < 8; ++k) bits |= int{Row::upper(in[i + k], p)} << k;
+      mask[i / 8] = static_cast<uint8_t>(bits);
+    }
+  }
+}
+
 // out = bit ? grad * on : grad * off, and `off` 0 means no gradient at all, not even NaN.
 template <class C>
 inline void apply_eight(const C* grad, uint8_t bits, C* out, C on, C off, bool zero) {
@@ -117,11 +135,13 @@ inline void apply_eight(const C* grad, uint8_t bits, C* out, C on, C off, bool z
 template <class T>
 void apply(const Act& act, const T* grad, const uint8_t* mask, T* out, int64_t n) {
   using C = compute_t<T>;
-  C on = 1, off = 0;
-  const bool zero = act.kind != ActKind::leaky_relu;
-  if (!zero) off = static_cast<C>(act.a);
-  if (act.kind == ActKind::hardsigmoid)
-    on = static_cast<C>(1.0 / 6.0);  // as TorchScript's derivative; eager mode's constant is a float32 for doubles, too
+  Slopes slopes;
+  bool zero = true;
+  with_row(act.kind, [&](auto row) {
+    slopes = slopes_of<decltype(row)>(act);
+    if constexpr (row.saves == ActSaves::bit) zero = !row.lower_slope;
+  });
+  const C on = static_cast<C>(slopes.on), off = static_cast<C>(slopes.off);
   C in[kBlock], done[kBlock];
   for (int64_t start = 0; start < n; start += kBlock, mask += kBlock / 8) {
     const int64_t count = std::min(kBlock, n - start);
@@ -153,8 +173,12 @@ void pack_any(Dtype dtype, const Act& act, const void* x, void* y, uint8_t* mask
         return pack<ActKind::threshold>(act, from, to, mask, n);
       case ActKind::leaky_relu:
         return pack<ActKind::leaky_relu>(act, from, to, mask, n);
-      default:
+      case ActKind::hardsigmoid:
         return pack<ActKind::hardsigmoid, T>(act, from, nullptr, mask, n);
+      default:
+        return with_row(act.kind, [&](auto row) {
+          if constexpr (row.saves == ActSaves::bit) pack_by_row<decltype(row)>(act, from, mask, n);
+        });
     }
   });
 }

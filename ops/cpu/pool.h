@@ -33,7 +33,7 @@ struct PoolKernels {
   void (*forward)(const PoolArgs& args, const void* x, void* y, void* position, int64_t begin, int64_t end);
   // Units [begin, end) of grad_x, which this sets: planar, batch * channels planes; channels last, batch * blocks where
   // block b has the channels [b * channels / blocks, (b + 1) * channels / blocks). Adds in the order of the outputs, in
-  // the tensor's own dtype, as stock does.
+  // the tensor's own dtype, as PyTorch does.
   void (*backward)(const PoolArgs& args, int64_t blocks, const void* grad_y, const void* position, void* grad_x,
                    int64_t begin, int64_t end);
 };

@@ -1,11 +1,12 @@
-// The raw normalisation ops on a CUDA device: norm_ops.h tells what they do, cpu/norm.cpp has their schemas. Nothing
-// here waits for the device.
+// The raw normalisation ops on a CUDA device: norm_ops.h tells what they do. Nothing here waits for the device.
 #include "norm_ops.h"
 
+#include "act_table.h"
 #include "cuda/device.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
 #include "cuda/raw_ops.h"
+#include "raw_op.h"
 
 namespace tsmem::cuda {
 namespace {
@@ -80,13 +81,12 @@ void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                                                    const OptTensor& running_mean, const OptTensor& running_var,
                                                    const OptTensor& other, bool training, double momentum, double eps,
-                                                   int64_t act, double act_a, double act_b, double act_c,
-                                                   bool keep_mask) {
+                                                   const Act& act, bool keep_mask) {
   const OnDevice on(input);
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   Tensor out = at::empty_like(x, x.options(), format);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   Tensor mean = at::empty({a.channels}, options), invstd = at::empty({a.channels}, options);
@@ -105,13 +105,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
 
 // act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.
 Tensor apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-             const Tensor& invstd, const OptTensor& other, int64_t act, double act_a, double act_b, double act_c,
-             const OptTensor& out_memory) {
+             const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& out_memory) {
   const OnDevice on(input);
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   const bool reuse = out_memory && out_memory->strides() == x.strides();
   Tensor out = reuse ? *out_memory : at::empty_like(x, x.options(), format);
   if (a.numel == 0) return out;
@@ -152,15 +151,14 @@ Sums finish(const NormArgs& a, const Split& parts, const Tensor& partial, double
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const OptTensor& input,
                                                     const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                     const Tensor& invstd, const OptTensor& other, const OptTensor& mask,
-                                                    bool training, bool channels_last, int64_t act, double act_a,
-                                                    double act_b, double act_c, std::array<bool, 4> want,
-                                                    bool overwrite) {
+                                                    bool training, bool channels_last, const Act& act,
+                                                    std::array<bool, 4> want, bool overwrite) {
   const OnDevice on(grad_output);
   const auto format = feature_format(grad_output.dim(), channels_last);
   const Tensor g = grad_output.contiguous(format);
   const Tensor x = input ? input->contiguous(format) : Tensor(), z = other ? other->contiguous(format) : Tensor();
   const Tensor bits = mask ? mask->contiguous() : Tensor();
-  NormArgs a = view(g, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(g, channels_last, act);
   const auto options = g.options().dtype(acc_type(g.scalar_type()));
   Tensor grads[4];
   // The gradient's own memory serves for one of the results.
@@ -187,8 +185,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   NormArgs second = a;
   Sums sums;
   if (through || want[1] || want[2]) {
-    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is dear, in memory that
-    // the second one has to write anyway. So it does where it overwrites the gradient.
+    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory
+    // that the second one has to write anyway. So it does where it overwrites the gradient.
     bool from_first = a.grad_other && a.grad_other == a.grad;
     if (want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
         g.scalar_type() == acc_type(g.scalar_type())) {
@@ -236,18 +234,15 @@ PoolArgs pool_args(const NormArgs& norm, const Tensor& x, bool channels_last, In
   return p;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_op(const Tensor& input, const OptTensor& weight,
-                                                           const OptTensor& bias, const OptTensor& running_mean,
-                                                           const OptTensor& running_var, bool training, double momentum,
-                                                           double eps, int64_t act, double act_a, double act_b,
-                                                           double act_c, IntArrayRef kernel, IntArrayRef stride,
-                                                           IntArrayRef padding, IntArrayRef dilation,
-                                                           IntArrayRef out_size, bool keep_positions) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_op(
+    const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+    const OptTensor& running_var, bool training, double momentum, double eps, const Act& act, IntArrayRef kernel,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size, bool keep_positions) {
   const OnDevice on(input);
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
   const Tensor x = input.contiguous(format);
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   Tensor mean = at::empty({a.channels}, options), invstd = at::empty({a.channels}, options);
   const std::vector<int64_t> sizes{x.size(0), x.size(1), out_size[0], out_size[1]};
@@ -269,14 +264,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_op(const Tensor& input, 
 
 // The pooled output again, from statistics and positions that are known.
 Tensor pool_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                  const Tensor& invstd, const Tensor& positions, int64_t act, double act_a, double act_b, double act_c,
-                  IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                  IntArrayRef out_size) {
+                  const Tensor& invstd, const Tensor& positions, const Act& act, IntArrayRef kernel, IntArrayRef stride,
+                  IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size) {
   const OnDevice on(input);
   const bool channels_last = is_channels_last(input);
   const auto format = feature_format(4, channels_last);
   const Tensor x = input.contiguous(format), kept = positions.contiguous(format);
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   Tensor out = at::empty({x.size(0), x.size(1), out_size[0], out_size[1]}, x.options(), format);
   if (a.numel == 0) return out;
   const Tensor mu = statistics(mean, x.scalar_type()), s = statistics(invstd, x.scalar_type());
@@ -293,14 +287,13 @@ Tensor pool_apply(const Tensor& input, const OptTensor& weight, const OptTensor&
 std::tuple<Tensor, Tensor, Tensor> pool_backward_op(const Tensor& grad_output, const Tensor& input,
                                                     const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                     const Tensor& invstd, const Tensor& positions, bool training,
-                                                    bool channels_last, int64_t act, double act_a, double act_b,
-                                                    double act_c, IntArrayRef kernel, IntArrayRef stride,
-                                                    IntArrayRef padding, IntArrayRef dilation,
+                                                    bool channels_last, const Act& act, IntArrayRef kernel,
+                                                    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
                                                     std::array<bool, 3> want) {
   const OnDevice on(input);
   const auto format = feature_format(4, channels_last);
   const Tensor g = grad_output.contiguous(format), x = input.contiguous(format), kept = positions.contiguous(format);
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   Tensor grads[3];
   if (want[0]) grads[0] = at::empty_like(x, x.options(), format);
@@ -347,14 +340,13 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_op(const Tensor& grad_output, c
 // Sums of grad * act(pre): per image and channel ([N, C], from a feature map of three dimensions or more), or, with
 // last_dim, along the last dimension ([C]).
 Tensor scale_grad(const Tensor& grad_output, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                  const OptTensor& mean, const OptTensor& invstd, bool last_dim, int64_t act, double act_a,
-                  double act_b, double act_c) {
+                  const OptTensor& mean, const OptTensor& invstd, bool last_dim, const Act& act) {
   const OnDevice on(input);
   const bool channels_last = !last_dim && is_channels_last(input);
   const auto format = feature_format(input.dim(), channels_last);
   Tensor x = input.contiguous(format), g = grad_output.contiguous(format);
   if (last_dim) x = x.view({-1, x.size(-1)}), g = g.view({-1, g.size(-1)});
-  NormArgs a = view(x, channels_last, act_of(act, act_a, act_b, act_c));
+  NormArgs a = view(x, channels_last, act);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
   const int64_t images = last_dim ? 1 : x.size(0);
   Tensor out = last_dim ? at::empty({a.channels}, options) : at::empty({images, a.channels}, options);
@@ -373,13 +365,13 @@ Tensor scale_grad(const Tensor& grad_output, const Tensor& input, const OptTenso
 }  // namespace
 
 void implement_norm(torch::Library& m) {
-  m.impl("_batch_norm_act_apply", TORCH_FN(apply));
-  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN(pool_apply));
-  m.impl("_batch_norm_act_forward", TORCH_FN(forward));
-  m.impl("_batch_norm_act_backward", TORCH_FN(backward));
-  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN(pool_forward_op));
-  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN(pool_backward_op));
-  m.impl("_scale_grad", TORCH_FN(scale_grad));
+  m.impl("_batch_norm_act_apply", TORCH_FN((FromSchema<&apply>::call)));
+  m.impl("_batch_norm_act_max_pool2d_apply", TORCH_FN((FromSchema<&pool_apply>::call)));
+  m.impl("_batch_norm_act_forward", TORCH_FN((FromSchema<&forward>::call)));
+  m.impl("_batch_norm_act_backward", TORCH_FN((FromSchema<&backward>::call)));
+  m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN((FromSchema<&pool_forward_op>::call)));
+  m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN((FromSchema<&pool_backward_op>::call)));
+  m.impl("_scale_grad", TORCH_FN((FromSchema<&scale_grad>::call)));
 }
 
 }  // namespace tsmem::cuda

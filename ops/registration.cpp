@@ -1,0 +1,46 @@
+#include "registration.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace tsmem {
+namespace {
+
+// Whether a copy of this library from another path has registered the operators of this process. This one then leaves
+// them to it: LibTorch would end the process at the second definition of a schema.
+bool another_copy_registered() { return c10::Dispatcher::singleton().findSchema({"tsmem::act", ""}).has_value(); }
+
+TORCH_LIBRARY_FRAGMENT(tsmem, m) {
+  if (another_copy_registered()) return;
+  register_act(m);
+  register_act_cpu(m);
+  register_act_meta(m);
+  register_add_mul_cat(m);
+  register_attention(m);
+  register_autocast(m);
+  register_batch_norm_act(m);
+  register_batch_norm_act_max_pool2d(m);
+  register_checkpoint(m);
+  register_conv(m);
+  register_conv_batch_norm_act(m);
+  register_conv_output_size(m);
+  register_copies(m);
+  register_dropout(m);
+  register_instance_norm_act(m);
+  register_keep(m);
+  register_layer_norm(m);
+  register_linear(m);
+  register_max_pool(m);
+  register_max_pool_cpu(m);
+  register_max_pool_meta(m);
+  register_mul_act(m);
+  register_norm(m);
+  register_norm_cpu(m);
+  register_norm_meta(m);
+  register_norm_pool_cpu(m);
+  register_scale_grad_cpu(m);
+  register_shape_ops(m);
+  register_vmap(m);  // last: it names the others' schemas
+}
+
+}  // namespace
+}  // namespace tsmem

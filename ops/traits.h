@@ -1,0 +1,36 @@
+// What the rewriter needs to know of the operators of this library. An operator that is not listed has none of these
+// traits.
+#pragma once
+#include <string_view>
+
+namespace tsmem {
+
+struct OperatorTraits {
+  std::string_view name;      // qualified; for all overloads
+  bool expensive = false;     // a product of matrices or a convolution: computing it again takes much time
+  bool calls_method = false;  // only calls a method of a module, in which the operators are
+};
+
+inline constexpr OperatorTraits kOperatorTraits[] = {
+    {.name = "tsmem::_convolution", .expensive = true},
+    {.name = "tsmem::autocast", .calls_method = true},
+    {.name = "tsmem::checkpoint", .calls_method = true},
+    {.name = "tsmem::conv1d", .expensive = true},
+    {.name = "tsmem::conv2d", .expensive = true},
+    {.name = "tsmem::conv3d", .expensive = true},
+    {.name = "tsmem::conv_batch_norm_act", .expensive = true},
+    {.name = "tsmem::conv_transpose1d", .expensive = true},
+    {.name = "tsmem::conv_transpose2d", .expensive = true},
+    {.name = "tsmem::conv_transpose3d", .expensive = true},
+    {.name = "tsmem::linear", .expensive = true},
+    {.name = "tsmem::matmul", .expensive = true},
+    {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
+};
+
+constexpr OperatorTraits traits_of(std::string_view name) {
+  for (const OperatorTraits& t : kOperatorTraits)
+    if (t.name == name) return t;
+  return {.name = name};
+}
+
+}  // namespace tsmem
