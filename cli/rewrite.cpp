@@ -20,7 +20,7 @@
 #include "rewriter/plan/milp.h"
 #include "rewriter/rewrite.h"
 #include "rewriter/text.h"
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 #include "run_options.h"
 
 namespace tsmem::cli {

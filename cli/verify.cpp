@@ -9,7 +9,7 @@
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/model_file.h"
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 #include "run_options.h"
 
 namespace tsmem::cli {

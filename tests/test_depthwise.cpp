@@ -1,4 +1,4 @@
-#include "rewriter/depthwise.h"
+#include "rewriter/verify/depthwise.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -12,7 +12,7 @@
 #include "rewriter/error.h"
 #include "rewriter/match.h"
 #include "rewriter/rewrite.h"
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 
 using torch::jit::Module;
 using torch::jit::testing::FileCheck;

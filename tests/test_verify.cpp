@@ -1,4 +1,4 @@
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 
 #include <ATen/Context.h>
 #include <gtest/gtest.h>

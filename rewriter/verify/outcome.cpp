@@ -1,4 +1,4 @@
-#include "rewriter/outcome.h"
+#include "rewriter/verify/outcome.h"
 
 #include <ATen/Context.h>
 #include <fmt/ranges.h>
@@ -6,10 +6,10 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/serialization/import.h>
 
-#include <chrono>
 #include <cmath>
 #include <limits>
 
+#include "rewriter/clock.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 
@@ -17,7 +17,6 @@ namespace tsmem {
 
 using c10::IValue;
 using torch::jit::Module;
-using Clock = std::chrono::steady_clock;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -273,7 +272,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     }
     for (auto& t : all_tensors(output)) out.outputs.push_back({fmt::format("output {}", out.outputs.size()), kept(t)});
     if (!roots.empty() && backward) torch::autograd::backward(roots, random);
-    out.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    out.seconds = seconds_since(start);
     for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
     for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
     for (size_t i = 0; i < leaves.size(); ++i)

@@ -1,4 +1,4 @@
-#include "rewriter/smaller_inputs.h"
+#include "rewriter/verify/smaller_inputs.h"
 
 #include <ATen/ATen.h>
 

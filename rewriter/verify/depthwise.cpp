@@ -1,4 +1,4 @@
-#include "rewriter/depthwise.h"
+#include "rewriter/verify/depthwise.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/_convolution_native.h>
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& gradient, const Tensor
 }  // namespace
 
 FastDepthwise::FastDepthwise()
-    : library_(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, "rewriter/depthwise.cpp", 0) {
+    : library_(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, "rewriter/verify/depthwise.cpp", 0) {
   library_.impl("_convolution", TORCH_FN(convolution));
   library_.impl("convolution_backward", TORCH_FN(backward));
 }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 
 namespace tsmem {
 

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "rewriter/added_names.h"
-#include "rewriter/verify.h"
+#include "rewriter/verify/verify.h"
 
 namespace tsmem {
 namespace {

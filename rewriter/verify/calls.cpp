@@ -1,0 +1,237 @@
+// The calls of a mode: both models, in their own dtype and in float64.
+#include <cmath>
+
+#include "rewriter/verify/verifier.h"
+
+namespace tsmem {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+void Verifier::calls(Mode mode) {
+  if (mode == Mode::eval && !unhurried() && iteration_ > std::max(left(), 0.0)) {
+    note("Gradients in eval mode were not compared for want of time; --thorough compares them.");
+    return;
+  }
+  say(fmt::format("{}: first calls", name_of(mode)));
+  Module& a = runs_in(a_, mode, false);
+  const Start at = choose(a, mode);
+  Module& b = runs_in(b_, mode, false);
+  if (const auto& raised = at.first.error; !raised.empty()) {
+    if (first_error_.empty()) first_error_ = raised;
+    auto other = at.run(b, inputs_, options_.seed);
+    if (other.error.empty())
+      differs(fmt::format("The first model raises {} and the second does not: {}", in_mode(mode), raised));
+    else
+      note(fmt::format("Nothing was compared {}, where both models raise: {}", in_mode(mode), raised));
+    return;
+  }
+  ran_ = true;
+  if (!at.without_input_grad.empty())
+    note(fmt::format("Gradients of the inputs were not compared {}: {}", in_mode(mode), at.without_input_grad));
+  if (compare(mode, at, a, b) && !at.given) compare_given(mode, at.run, a, b);
+}
+
+double Verifier::deadline(Mode mode, bool given) const {
+  if (unhurried()) return kInfinity;
+  // TorchScript changes a model's code up to its third call: these calls come before all but those on the inputs
+  // given.
+  if (mode == Mode::train && !given) return elapsed() + std::max(0.0, left() - 3 * step_);
+  double kept = options_.measure ? 2.5 * step_ : 0;  // for what comes later
+  if (!given && mode == modes_[0]) kept += 3 * step_;
+  const double share = mode == Mode::train ? (options_.eval_mode ? 0.5 : 1) : mode == Mode::eval ? 0.7 : 1;
+  return elapsed() + share * std::max(0.0, left() - kept);
+}
+
+bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
+  const auto& run = at.run;
+  const double end = deadline(mode, at.given);
+  // Once more after the runs that chose the inputs.
+  const Outcome settled = settle(a, run, at.inputs, whole_ ? 3 : 1);
+  if (!settled.error.empty())
+    throw Error(kBadInput, fmt::format("The first model's {} fails {} on a later call: {}", options_.method,
+                                       in_mode(mode), settled.error));
+  const bool again = kept_[1][0].has_value() && !whole_;
+  Module &a64 = runs_in(a_, mode, true), &b64 = runs_in(b_, mode, true);
+  std::vector<std::unique_ptr<StateGuard>> guards;
+  for (Module* m : {&a, &b, &a64, &b64})
+    guards.push_back(std::make_unique<StateGuard>(*m, m == &a || m == &a64 ? &a_ : &b_));
+  bool f64 = true;
+  const auto narrow = [&](const std::string& raised) {
+    f64 = false;
+    note(fmt::format("The first model does not run in float64 {}, so errors were compared with its own spread: {}",
+                     in_mode(mode), raised));
+  };
+  if (mode == Mode::no_grad && !unhurried() && 0.5 * iteration_ > left()) {
+    f64 = false;  // what backward rests on has been compared in float64
+  } else if (auto out = settle(a64, run, in_double(at.inputs), again ? 1 : 3, &settled); !out.error.empty()) {
+    narrow(out.error);
+  }
+
+  std::vector<double> ratios[3];
+  double f64_worst = 0;
+  Errors direct, reference;  // B's worst against A, and against A in float64
+  int worst_call = 0, worst_f64_call = 0;
+  Compared compared{name_of(mode), at.given, described(at.inputs), 0, {own_dtype_}};
+  const int reported = options_.calls > 0 ? options_.calls : 4;
+  const bool more = mode != Mode::no_grad && (whole_ || options_.seeds > 0);
+  const int runs = more ? std::max(reported, seeds()) : reported;
+  for (int c = 0; c < runs; ++c) {
+    // The first call of all compiles code, so it says less of the next.
+    if (c > 0 && elapsed() + (c == 1 ? 0.3 : 1) * iteration_ > end) break;
+    const double began = elapsed();
+    part_ = static_cast<double>(c) / runs;
+    say(fmt::format("{}: call {} of {}", name_of(mode), c + 1, runs));
+    auto seed = options_.seed + static_cast<uint64_t>(c);
+    auto inputs = vary(at.inputs, c, std::ldexp(1.0, -10), options_.seed);
+    auto ra = run(a, inputs, seed), rb = run(b, inputs, seed);
+    if (!ra.error.empty())
+      throw Error(kBadInput, fmt::format("The first model's {} fails on call {} {}: {}", options_.method, c + 1,
+                                         in_mode(mode), ra.error));
+    if (!rb.error.empty()) {
+      raises(fmt::format("The second model's {} fails on call {} {}, where the first model's does not: {}",
+                         options_.method, c + 1, in_mode(mode), rb.error));
+      return false;
+    }
+    compare_sides(ra, rb, mode);
+    auto wide = in_double(inputs);
+    Outcome da, db;
+    if (f64) {
+      da = run(a64, wide, seed);
+      if (!da.error.empty() && c == 0)
+        narrow(da.error);
+      else if (!da.error.empty())
+        throw Error(kBadInput, fmt::format("The first model's {} fails in float64 on call {} {}: {}", options_.method,
+                                           c + 1, in_mode(mode), da.error));
+    }
+    const bool drawn_alike = same_random(ra, rb);
+    if (!drawn_alike && !f64) {
+      if (draws_by_rounding(mode, at))
+        note(fmt::format(
+            "How many random numbers are drawn depends on rounding {}: the first model's own draws differ too.",
+            in_mode(mode)));
+      else
+        differs(fmt::format(
+            "The random generator is in another state after call {} {}: the models draw random numbers differently.",
+            c + 1, in_mode(mode)));
+    }
+    auto e = errors(rb, ra);
+    if (!f64 && e.worst() > direct.worst()) worst_call = c;
+    direct.add(e);
+    CallResult call{name_of(mode), e.output, e.gradient, e.buffer, kNaN, {kNaN, kNaN}, {kNaN, kNaN}, {kNaN, kNaN}};
+    if (f64) {
+      const auto ea = errors(ra, da), eb = errors(rb, da);
+      ra = rb = Outcome();  // a large model's gradients are large too
+      db = run(b64, wide, seed);
+      if (!db.error.empty()) {
+        raises(
+            fmt::format("The second model's {} fails in float64 on call {} {}, where the first model's does not: "
+                        "{}",
+                        options_.method, c + 1, in_mode(mode), db.error));
+        return false;
+      }
+      if (!same_random(da, db))
+        differs(
+            fmt::format("The random generator is in another state after call {} {} in float64: the models draw "
+                        "random numbers differently.",
+                        c + 1, in_mode(mode)));
+      else if (!drawn_alike)  // a detector samples among the boxes it has found
+        note(fmt::format("How many random numbers are drawn depends on rounding {}: in float64 both draw the same.",
+                         in_mode(mode)));
+      call.f64_error = errors(db, da).worst();
+      if (call.f64_error > f64_worst) worst_f64_call = c;
+      f64_worst = std::max(f64_worst, call.f64_error);
+      if (eb.worst() > reference.worst()) worst_call = c;
+      reference.add(eb);
+      double pairs[3][2] = {{ea.output, eb.output}, {ea.gradient, eb.gradient}, {ea.buffer, eb.buffer}};
+      for (int k : {0, 1}) {
+        call.reference_output[k] = pairs[0][k];
+        call.reference_gradient[k] = pairs[1][k];
+        call.reference_buffer[k] = pairs[2][k];
+      }
+      for (int q = 0; q < 3; ++q) ratios[q].push_back(ratio(pairs[q][0], pairs[q][1]));
+    }
+    if (c < reported) r_.calls.push_back(call);
+    ++compared.calls;
+    iteration_ = elapsed() - began;
+  }
+  if (f64 && own_dtype_ != "float64") compared.dtypes.emplace_back("float64");
+  add(std::move(compared), direct);
+  guards.clear();
+  judge(mode, at, f64, f64_worst, f64 ? reference : direct, {worst_call, worst_f64_call}, ratios);
+  return true;
+}
+
+void Verifier::add(Compared compared, const Errors& e) {
+  compared.output_error = e.output;
+  compared.gradient_error = e.gradient;
+  compared.buffer_error = e.buffer;
+  r_.compared.push_back(std::move(compared));
+}
+
+void Verifier::compare_given(Mode mode, const Run& run, Module& a, Module& b) {
+  const bool first = mode == modes_[0];
+  const double call = (mode == Mode::no_grad ? 0.4 : 1) * 3 * step_, kept = options_.measure ? 2.5 * step_ : 0;
+  Compared compared{name_of(mode), true, described(inputs_), 0, {own_dtype_}};
+  Errors worst;
+  for (int c = 0; c < (first ? 2 : 1); ++c) {
+    if (!(first && c == 0) && left() < call + kept) break;
+    say(fmt::format("{}: call {} on the inputs given", name_of(mode), c + 1));
+    const auto seed = options_.seed + static_cast<uint64_t>(c);
+    const auto inputs = vary(inputs_, c, std::ldexp(1.0, -10), options_.seed);
+    const auto one = [&](Module& m, const std::vector<IValue>& v) {
+      StateGuard guard(m, &m == &b ? &b_ : &a_);
+      return run(m, v, seed);
+    };
+    const auto ra = one(a, inputs), rb = one(b, inputs);
+    if (!ra.error.empty())
+      return note(fmt::format("The first model raises {} on the inputs given: {}", in_mode(mode), ra.error));
+    if (!rb.error.empty())
+      return raises(
+          fmt::format("The second model's {} fails {} on the inputs given, where the first model's does "
+                      "not: {}",
+                      options_.method, in_mode(mode), rb.error));
+    if (mode == Mode::train) {
+      step_seconds_[0] = ra.seconds;
+      step_seconds_[1] = rb.seconds;
+    }
+    compare_sides(ra, rb, mode);
+    if (!same_random(ra, rb)) {
+      const Start given{inputs_, true, run, {}, ""};
+      if (draws_by_rounding(mode, given))
+        return note(fmt::format("How many random numbers are drawn on the inputs given depends on rounding {}.",
+                                in_mode(mode)));
+      return differs(
+          fmt::format("The random generator is in another state after a call on the inputs given {}: the "
+                      "models draw random numbers differently.",
+                      in_mode(mode)));
+    }
+    const auto e = errors(rb, ra);
+    worst.add(e);
+    ++compared.calls;
+    if (e.worst() > 16 * epsilon_) judge_given(mode, one, a, inputs, ra, e);
+  }
+  if (compared.calls) add(std::move(compared), worst);
+}
+
+bool Verifier::same_random(const Outcome& a, const Outcome& b) const {
+  // A dropout with p = 0 draws where TorchScript has optimised it, and else not.
+  return !optimised_ || std::equal(a.random.begin(), a.random.end(), b.random.begin(), b.random.end(),
+                                   [](auto& x, auto& y) { return x.equal(y); });
+}
+
+void Verifier::compare_sides(const Outcome& a, const Outcome& b, Mode mode) {
+  if (mode == Mode::no_grad && worst(b.inputs, a.inputs) > 16 * epsilon_)
+    differs("The models change their inputs in place differently.");
+  std::map<std::string, bool> in_a, in_b;
+  for (auto& g : a.gradients) in_a[g.name] = g.value.defined();
+  for (auto& g : b.gradients) in_b[g.name] = g.value.defined();
+  auto only = [](std::map<std::string, bool>& x, std::map<std::string, bool>& y, std::vector<std::string>& out) {
+    for (auto& [name, defined] : x)
+      if (defined && !y[name] && std::find(out.begin(), out.end(), name) == out.end()) out.push_back(name);
+  };
+  only(in_a, in_b, r_.gradients_only_in_a);
+  only(in_b, in_a, r_.gradients_only_in_b);
+}
+
+}  // namespace tsmem

@@ -1,0 +1,157 @@
+#include "rewriter/verify/verifier.h"
+
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
+
+#include "rewriter/verify/depthwise.h"
+#include "rewriter/view.h"
+
+namespace tsmem {
+
+// A model's own message, at the end of a sentence, may have no full stop.
+static std::string ended(const std::string& text) {
+  return text.empty() || std::string(".!?").find(text.back()) != std::string::npos ? text : fmt::format("{}.", text);
+}
+
+static Code code_of(const Module& module, const std::string& method) {
+  Scopes scopes;
+  const View view = copy_graph(*toGraphFunction(module.get_method(method).function()).graph(), scopes,
+                               [](const Scope*) { return true; });
+  Code code;
+  std::map<const torch::jit::Block*, size_t> counts;
+  for (const auto& [node, _] : view.places) {
+    code.longest = std::max(code.longest, ++counts[node->owningBlock()]);
+    code.dropout |= std::string_view(node->kind().toUnqualString()).find("dropout") != std::string_view::npos;
+  }
+  return code;
+}
+
+// Of one block: TorchScript's optimiser takes minutes for more, as some of its passes are quadratic in it.
+constexpr size_t kMostOperators = 10000;
+
+Verifier::Verifier(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options,
+                   bool share)
+    : a_(a),
+      b_(b),
+      inputs_(inputs),
+      options_(options),
+      share_(share),
+      epsilon_(epsilon_of(a, inputs)),
+      own_dtype_(epsilon_ == epsilon_of(at::kDouble)     ? "float64"
+                 : epsilon_ == epsilon_of(at::kHalf)     ? "float16"
+                 : epsilon_ == epsilon_of(at::kBFloat16) ? "bfloat16"
+                                                         : "float32"),
+      code_(code_of(a, options.method)),
+      started_(Clock::now() -
+               std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
+      limit_(kMargin * options.seconds),
+      whole_(options.thorough.value_or(false)) {
+  if (options.train_mode) modes_.push_back(Mode::train);
+  if (options.eval_mode) modes_.insert(modes_.end(), {Mode::eval, Mode::no_grad});
+}
+
+VerifyResult Verifier::run() {
+  state();
+  if (b_.find_method(options_.method)) {  // else it is a difference in structure
+    numbers();
+    if (options_.measure && !raised_) measure();
+  }
+  r_.equal = r_.differences.empty();
+  r_.verdict = verdict();
+  r_.thorough = whole_;
+  r_.first_step_seconds = step_;
+  r_.seconds = elapsed();
+  return std::move(r_);
+}
+
+void Verifier::say(const std::string& text) {
+  const double parts = static_cast<double>(modes_.size()) + (options_.measure ? 1 : 0);
+  if (options_.progress) options_.progress(text, std::min(1.0, (done_ + part_) / parts));
+}
+
+void Verifier::differs(const std::string& message) {
+  auto text = ended(message);
+  if (std::find(r_.differences.begin(), r_.differences.end(), text) == r_.differences.end())
+    r_.differences.push_back(text);
+}
+
+void Verifier::note(const std::string& message) {
+  auto text = ended(message);
+  if (std::find(r_.notes.begin(), r_.notes.end(), text) == r_.notes.end()) r_.notes.push_back(text);
+}
+
+void Verifier::raises(const std::string& message) {
+  if (!raised_) r_.differences.insert(r_.differences.begin(), ended(message));
+  raised_ = true;
+}
+
+void Verifier::state() {
+  say("comparing state and structure");
+  r_.differences = structure_differences(a_, b_, &r_.state_dict_equal);
+}
+
+void Verifier::numbers() {
+  for (auto* m : {&a_, &b_})
+    if (auto dtype = autocast_of(*m, options_.method);
+        !dtype.empty() && autocast_of(m == &a_ ? b_ : a_, options_.method).empty())
+      note(fmt::format("The {} model's {} runs under autocast to {}; for the comparison the other's does too.",
+                       m == &a_ ? "first" : "second", options_.method, dtype));
+  optimised_ = code_.longest <= kMostOperators;
+  const torch::jit::GraphOptimizerEnabledGuard guard(optimised_ && torch::jit::getGraphExecutorOptimize());
+  if (!optimised_)
+    note(
+        fmt::format("TorchScript's optimiser was off, as it takes minutes for a block of {} operators; where the "
+                    "random generator stands was not compared, as that depends on the optimiser.",
+                    code_.longest));
+  const FastDepthwise fast;
+  for (auto mode : modes_) {
+    calls(mode);
+    ++done_;
+    part_ = 0;
+  }
+  if (!ran_)
+    throw Error(kBadInput,
+                fmt::format("The first model's {} fails with these inputs: {}", options_.method, first_error_));
+  if (!r_.gradients_only_in_a.empty() || !r_.gradients_only_in_b.empty()) {
+    auto& only = r_.gradients_only_in_a.empty() ? r_.gradients_only_in_b : r_.gradients_only_in_a;
+    differs(fmt::format("Only the {} model gives a gradient to '{}'{}.",
+                        r_.gradients_only_in_a.empty() ? "second" : "first", only[0],
+                        only.size() > 1 ? fmt::format(" and {} more", only.size() - 1) : std::string()));
+  }
+}
+
+std::string Verifier::verdict() const {
+  if (!r_.equal)
+    return r_.differences.size() == 1
+               ? r_.differences[0]
+               : fmt::format("{} ({} more differences.)", r_.differences[0], r_.differences.size() - 1);
+  std::string text = "Equal: state and structure are the same";
+  if (compared_in_f64_)
+    text += fmt::format(", in float64 results differ by at most {:.1e}, and the median error ratio is at most {:.2f}",
+                        f64_worst_, std::max({r_.ratio_output, r_.ratio_gradient, r_.ratio_buffer}));
+  else
+    text += ", and errors are within rounding or the first model's own spread, for it does not run in float64";
+  bool own = std::any_of(r_.notes.begin(), r_.notes.end(),
+                         [](auto& n) { return n.find("own spread between") != std::string::npos; });
+  return text + (own && compared_in_f64_ ? " or within the first model's own spread." : ".");
+}
+
+VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options) {
+  require_device(options.device);
+  auto typed = check_inputs(a, options.method, inputs);
+  if (!options.train_mode && !options.eval_mode) throw Error(kUsage, "There is no mode to verify in.");
+  VerifyResult result;
+  on_users_values("The models can't be compared on these inputs", [&] {
+    const auto started = Clock::now();
+    try {
+      result = Verifier(a, b, typed, options, true).run();
+    } catch (const OverwritesParameter&) {
+      auto left = options;
+      left.spent += seconds_since(started);
+      result = Verifier(a, b, typed, left, false).run();
+    }
+  });
+  return result;
+}
+
+}  // namespace tsmem
