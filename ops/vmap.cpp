@@ -59,6 +59,7 @@ void register_vmap(torch::Library& m) {
                            "feature_dropout.effect",
                            "group_norm",
                            "instance_norm_act",
+                           "keep",
                            "layer_norm",
                            "linear",
                            "matmul",
