@@ -553,7 +553,7 @@ def condition(w: Writer) -> str:
     if w.flag:
         options += ["flag", "flag", "flag", "not flag", "n > 1", "n > 2 and flag"]
     if w.p.dtype == "float64":
-        options += [f"bool(({v.name}.sum() > 0.0).item())", f"float({v.name}.mean()) > 0.1"]
+        options += [f"bool(({v.name}.sum() > 0.25).item())", f"float({v.name}.mean()) > 0.1"]
     return w.one(*options)
 
 
