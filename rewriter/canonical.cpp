@@ -167,24 +167,19 @@ bool makes_fresh_tensor(const Node* n) {
   return n->kind().is_aten() && (fresh.count(name) || is_activation(name));
 }
 
+bool is_dropout(c10::Symbol kind) {
+  return kind == aten::dropout || kind == aten::feature_dropout || kind == aten::alpha_dropout ||
+         kind == aten::feature_alpha_dropout;
+}
+
 bool only_reads(const Node* n) {
   static const std::set<Symbol> questions = {prim::dtype, prim::device, prim::layout, prim::requires_grad};
   if (questions.count(n->kind())) return true;
   const FunctionSchema* schema = n->maybeSchema();
   if (!schema || !n->blocks().empty() || !n->kind().is_aten()) return false;
-  static const std::set<std::string> maybe_alias = {"dropout",
-                                                    "feature_dropout",
-                                                    "alpha_dropout",
-                                                    "feature_alpha_dropout",
-                                                    "type_as",
-                                                    "pad",
-                                                    "expand_as",
-                                                    "view_as",
-                                                    "reshape_as",
-                                                    "contiguous",
-                                                    "to",
-                                                    "_to_copy"};
-  if (maybe_alias.count(n->kind().toUnqualString())) return false;
+  static const std::set<std::string> maybe_alias = {"type_as",    "pad",        "expand_as", "view_as",
+                                                    "reshape_as", "contiguous", "to",        "_to_copy"};
+  if (is_dropout(n->kind()) || maybe_alias.count(n->kind().toUnqualString())) return false;
   for (const auto& a : schema->arguments())
     if (a.alias_info()) return false;
   for (const auto& r : schema->returns())

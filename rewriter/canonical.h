@@ -22,6 +22,9 @@ CanonicalOp canonical(Node* n);
 // True where the operator's result is memory of its own: no view or alias of an argument.
 bool makes_fresh_tensor(const Node* n);
 
+// Of any kind, not in place: the result may be the argument itself.
+bool is_dropout(c10::Symbol kind);
+
 // True where the operator neither writes to its arguments nor returns an alias of them, and has no blocks.
 bool only_reads(const Node* n);
 

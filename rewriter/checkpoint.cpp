@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/ir.h>
 
+#include "rewriter/canonical.h"
 #include "rewriter/error.h"
 #include "rewriter/method_call.h"
 #include "rewriter/text.h"
@@ -51,11 +52,9 @@ static bool is_container(const Value* v) { return !is_tensor(v) && !v->type()->c
 
 // Operators whose result may be their argument itself, whatever their schemas say: a dropout's is in evaluation.
 static bool passes_on(Symbol kind) {
-  static const std::set<Symbol> kinds = {
-      prim::ListUnpack, prim::TupleUnpack,     prim::TupleIndex,    prim::unchecked_cast,
-      aten::dropout,    aten::feature_dropout, aten::alpha_dropout, aten::feature_alpha_dropout,
-      aten::type_as};
-  return kinds.count(kind) > 0;
+  static const std::set<Symbol> kinds = {prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex, prim::unchecked_cast,
+                                         aten::type_as};
+  return is_dropout(kind) || kinds.count(kind) > 0;
 }
 
 // Where a value's memory may come from; several of these.

@@ -330,9 +330,7 @@ class Matcher {
   // A dropout with p = 0. TorchScript's own makes a tensor where it differentiates it: what overwrites that may be what
   // a view must not be given to.
   static bool gives_its_input(const Node* n) {
-    static const std::set<Symbol> dropouts = {aten::dropout, aten::feature_dropout, aten::alpha_dropout,
-                                              aten::feature_alpha_dropout};
-    if (!dropouts.count(n->kind())) return false;
+    if (!is_dropout(n->kind())) return false;
     const auto p = toIValue(n->input(1));
     return p && p->isDouble() && p->toDouble() == 0;
   }

@@ -254,6 +254,12 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     p.value.mutable_grad() = at::Tensor();
     versions[p.name] = p.value._version();
   }
+  const auto overwritten = [&] {
+    std::vector<torch::jit::NameTensor> found;
+    for (const auto& p : m.named_parameters())
+      if (p.value._version() != versions[p.name]) found.push_back(p);
+    return found;
+  };
   at::AutoGradMode mode(grad);
   const auto start = Clock::now();
   if (grad && input_grad)
@@ -277,8 +283,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     for (const auto& p : m.parameters()) p.mutable_grad() = at::Tensor();
     for (size_t i = 0; i < leaves.size(); ++i)
       if (grad && input_grad) out.gradients.push_back({fmt::format("input {}", i), kept(leaves[i].grad())});
-    for (const auto& p : m.named_parameters())
-      if (p.value._version() != versions[p.name]) out.buffers.push_back({p.name, kept(p.value).clone()});
+    for (const auto& p : overwritten()) out.buffers.push_back({p.name, kept(p.value).clone()});
     for (const auto& b : m.named_buffers())
       out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
     for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
@@ -286,9 +291,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
   } catch (const std::exception& e) {
     out.error = sentence(e);
   }
-  if (shares_parameters)
-    for (const auto& p : m.named_parameters())
-      if (p.value._version() != versions[p.name]) throw OverwritesParameter();
+  if (shares_parameters && !overwritten().empty()) throw OverwritesParameter();
   if (!out.error.empty()) return out;
   for (auto& g : generators) {
     std::lock_guard lock(g.mutex());
