@@ -34,6 +34,24 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
+// Gives `y`, made from x by a kernel or by PyTorch's operator, the strides that the original has. They differ from y's
+// where a dimension has one element: an in-place operator leaves x's alone, while a new result of a contiguous x has
+// those of a new tensor (TensorIterator.cpp, fast_set_up; at::hardtanh makes its result like x). What asks for the
+// memory format later may go by them.
+void set_strides(const Tensor& y, const Tensor& x, const Act& act, bool in_place) {
+  const auto* impl = y.unsafeGetTensorImpl();
+  if (!plain(x) || !x.is_non_overlapping_and_dense() || x.numel() == 0 || impl->has_symbolic_sizes_strides() ||
+      impl->key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize})))
+    return;
+  const bool as_x = in_place || act.kind == ActKind::hardtanh;
+  c10::DimVector strides(x.strides());
+  if (!as_x && x.is_contiguous())
+    strides = c10::contiguous_strides(x.sizes());
+  else if (!as_x && x.is_contiguous(at::MemoryFormat::ChannelsLast))
+    strides = c10::DimVector(c10::get_channels_last_strides_2d(x.sizes()));
+  if (y.strides() != at::IntArrayRef(strides)) y.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), strides);
+}
+
 using SmoothOp = RawOp<Tensor(const Tensor& x, const Act& act)>;
 using SmoothBackwardOp = RawOp<Tensor(const Tensor& grad, const Tensor& x, const Act& act, const OptTensor& out)>;
 
@@ -140,7 +158,7 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
   }
 };
 
-Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute) {
+Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute, bool in_place) {
   const Act act = parse_act(name, args);
   // Rewritten code has these for sigmoid_ and tanh_ alone: of integers they would give float32, and raise.
   if (!self.is_floating_point() && !self.is_complex()) {
@@ -148,26 +166,30 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
     if (act.kind == ActKind::tanh) return self.clone().tanh_();
   }
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
-  const bool ours = recompute && smooth(act.kind) && !autocast_casts(self, act);
-  if (self.numel() == 0 || !plain(self)) return stock_act(self, act);
-  if (!needs_grad(self)) return ours ? smooth_act(self, act) : stock_act(self, act);
-  Tensor out;
-  if (one_bit(act.kind) && has_kernel(forward_op(), self))
-    out = MaskedAct::apply(self, act);
-  else if (ours)
-    out = SmoothAct::apply(self, act);
-  else
-    return stock_act(self, act);
-  offer(
-      out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return smooth_act(from[0], act); },
-      recompute, Pieces::no, 0, Rows::own);
+  const bool fits = self.numel() != 0 && plain(self), grad = needs_grad(self);
+  const bool smooth_ours = fits && recompute && smooth(act.kind) && !autocast_casts(self, act);
+  const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);
+  const Tensor out = masked             ? MaskedAct::apply(self, act)
+                     : !smooth_ours     ? stock_act(self, act)
+                     : grad             ? SmoothAct::apply(self, act)
+                                        : smooth_act(self, act);
+  if (in_place || masked || smooth_ours) set_strides(out, self, act, in_place);
+  if (grad && (masked || smooth_ours))
+    offer(
+        out, {self},
+        [act, in_place](std::vector<Tensor>& from, const std::vector<bool>&) {
+          Tensor again = smooth_act(from[0], act);
+          set_strides(again, from[0], act, in_place);
+          return again;
+        },
+        recompute, Pieces::no, 0, Rows::own);
   return out;
 }
 
 }  // namespace
 
 void register_act(torch::Library& m) {
-  m.def("act(Tensor self, str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(act));
+  m.def("act(Tensor self, str act, float[] act_args, int recompute=0, bool act_in_place=False) -> Tensor", TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");

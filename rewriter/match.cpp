@@ -272,6 +272,7 @@ class Matcher {
       if (a.ops[i].name == "act") {
         found.act = a.ops[i].act;
         found.act_args = a.ops[i].act_args;
+        found.act_in_place = a.ops[i].in_place;
       } else if (a.ops[i].name == "add" || a.ops[i].name == "mul") {
         const bool swapped = a.ops[i].inputs[0] != a.nodes[i]->input(0);
         found.in_place = a.ops[i].in_place ? (swapped ? 2 : 1) : (swapped ? 3 : 0);

@@ -28,6 +28,7 @@ struct Found {
   std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
   bool draws = false;               // a dropout that TorchScript differentiates by itself (autodiff.h)
   int64_t in_place = 0;             // of a matched sum or product, with operands as matched: InPlace of ops/common.h
+  bool act_in_place = false;        // the matched activation overwrites its input
   bool overwritten = false;         // what it reads may be written to later: its output can't be made again from that
 };
 

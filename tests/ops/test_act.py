@@ -175,3 +175,27 @@ def test_wrong_arguments():
         torch.ops.tsmem.act(torch.randn(3), "rleu", [])
     with pytest.raises(ValueError, match="'hardtanh' takes 2 arguments, not 1"):
         torch.ops.tsmem.act(torch.randn(3), "hardtanh", [1.0])
+
+
+def sizes_of_one(dtype):
+    """Dense tensors whose strides, where a dimension has one element, are not a new tensor's."""
+    for sizes, strides in (((2, 4, 1, 1), (4, 1, 4, 4)), ((2, 4, 2, 1), (8, 1, 4, 4)), ((2, 1, 2, 2), (4, 1, 2, 1)), ((2, 4, 1), (4, 1, 17)),
+                           ((4, 1, 2), (1, 99, 4)), ((1, 4, 3, 3), (99, 1, 12, 4)), ((2, 4, 1, 1, 1), (4, 1, 4, 4, 4))):
+        yield torch.randn(36).mul(4).to(dtype).as_strided(sizes, strides)
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_strides_of_sizes_of_one(name, grad, recompute):
+    """A new result's are those of a new tensor, an in-place operator leaves its argument's alone: what picks a layout by them goes on as in stock."""
+    args, stock = ALL[name]
+    for x in sizes_of_one(torch.float32):
+        x.requires_grad_(grad)
+        assert torch.ops.tsmem.act(x, name, args, recompute).stride() == stock(x).stride()
+        if name == "identity":
+            continue
+        assert torch.ops.tsmem.act(x, name, args, recompute, True).stride() == x.stride()
+        if grad:
+            pairs = [torch.autograd.grad(f(x), x, torch.ones(x.shape))[0] for f in (ours(name), stock)]
+            torch.testing.assert_close(*pairs)
