@@ -34,22 +34,21 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
-// Gives `y`, made from x by a kernel or by PyTorch's operator, the strides that the original has. They differ from y's
-// where a dimension has one element: an in-place operator leaves x's alone, while a new result of a contiguous x has
-// those of a new tensor (TensorIterator.cpp, fast_set_up; at::hardtanh makes its result like x). What asks for the
-// memory format later may go by them.
-void set_strides(const Tensor& y, const Tensor& x, const Act& act, bool in_place) {
-  const auto* impl = y.unsafeGetTensorImpl();
-  if (!plain(x) || !x.is_non_overlapping_and_dense() || x.numel() == 0 || impl->has_symbolic_sizes_strides() ||
-      impl->key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize})))
-    return;
-  const bool as_x = in_place || act.kind == ActKind::hardtanh;
-  c10::DimVector strides(x.strides());
-  if (!as_x && x.is_contiguous())
-    strides = c10::contiguous_strides(x.sizes());
-  else if (!as_x && x.is_contiguous(at::MemoryFormat::ChannelsLast))
-    strides = c10::DimVector(c10::get_channels_last_strides_2d(x.sizes()));
-  if (y.strides() != at::IntArrayRef(strides)) y.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), strides);
+// The strides of a new result of PyTorch's operator: x's, but those of a new tensor where dimensions of one element leave
+// a choice (TensorIterator.cpp, fast_set_up; at::hardtanh makes its result like x). x is dense.
+c10::DimVector strides_of_new(const Tensor& x, const Act& act) {
+  if (act.kind == ActKind::hardtanh) return c10::DimVector(x.strides());
+  if (x.is_contiguous()) return c10::contiguous_strides(x.sizes());
+  if (x.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return c10::DimVector(c10::get_channels_last_strides_2d(x.sizes()));
+  return c10::DimVector(x.strides());
+}
+
+// `made` from x by a kernel of ours or by PyTorch's operator, with the strides that the original's result has.
+Tensor as_original(const Tensor& made, const Tensor& x, const Act& act, bool in_place, bool ours) {
+  if (x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || x.layout() != at::kStrided) return made;
+  if (in_place) return in_strides(made, x.strides());
+  return ours && x.is_non_overlapping_and_dense() ? in_strides(made, strides_of_new(x, act)) : made;
 }
 
 using SmoothOp = RawOp<Tensor(const Tensor& x, const Act& act)>;
@@ -169,19 +168,14 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   const bool fits = self.numel() != 0 && plain(self), grad = needs_grad(self);
   const bool smooth_ours = fits && recompute && smooth(act.kind) && !autocast_casts(self, act);
   const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);
-  const Tensor out = masked             ? MaskedAct::apply(self, act)
-                     : !smooth_ours     ? stock_act(self, act)
-                     : grad             ? SmoothAct::apply(self, act)
-                                        : smooth_act(self, act);
-  if (in_place || masked || smooth_ours) set_strides(out, self, act, in_place);
+  const Tensor made = masked         ? MaskedAct::apply(self, act)
+                      : !smooth_ours ? stock_act(self, act)
+                      : grad         ? SmoothAct::apply(self, act)
+                                     : smooth_act(self, act);
+  const Tensor out = as_original(made, self, act, in_place, masked || smooth_ours);
   if (grad && (masked || smooth_ours))
     offer(
-        out, {self},
-        [act, in_place](std::vector<Tensor>& from, const std::vector<bool>&) {
-          Tensor again = smooth_act(from[0], act);
-          set_strides(again, from[0], act, in_place);
-          return again;
-        },
+        out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return smooth_act(from[0], act); },
         recompute, Pieces::no, 0, Rows::own);
   return out;
 }

@@ -38,6 +38,31 @@ bool same_in_place(const at::Tensor& target, const at::Tensor& other) {
          at::infer_size(target.sizes(), other.sizes()) == target.sizes();
 }
 
+at::Tensor in_strides(const at::Tensor& made, at::IntArrayRef strides) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet wrappers{DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::FuncTorchBatched,
+                                         DispatchKey::FuncTorchGradWrapper};
+  auto* impl = made.unsafeGetTensorImpl();
+  if (impl->has_symbolic_sizes_strides() || made.layout() != at::kStrided || impl->key_set().has_any(wrappers) ||
+      made.numel() == 0 || made.strides() == strides)
+    return made;
+  for (int64_t d = 0; d < made.dim(); ++d)
+    if (made.size(d) != 1 && made.stride(d) != strides[d])
+      return at::empty_strided(made.sizes(), strides, made.options()).copy_(made);
+  const std::vector<int64_t> sizes = made.sizes().vec();
+  impl->set_sizes_and_strides(sizes, strides);
+  return made;
+}
+
+at::Tensor in_target_strides(const at::Tensor& made, const at::Tensor& first, const at::Tensor& second,
+                             int64_t in_place) {
+  const at::Tensor& target = in_place == kFirst ? first : second;
+  if (makes_new(in_place) || target.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+      target.layout() != at::kStrided)
+    return made;
+  return in_strides(made, target.strides());
+}
+
 bool plain(const at::Tensor& x) {
   if (!x.is_floating_point() || x.layout() != at::kStrided || x.is_nested() || x._fw_grad(0).defined()) return false;
   const auto& functorch = at::functorch::functorchTLSAccessor();

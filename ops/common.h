@@ -50,6 +50,15 @@ inline bool makes_new(int64_t in_place) { return in_place == kNew || in_place ==
 // Whether an op that writes to `target` gives what the op gives that makes a new tensor.
 bool same_in_place(const at::Tensor& target, const at::Tensor& other);
 
+// `made`, which nobody else holds yet, with these strides, as an in-place operator would have left its target's. Where
+// only dimensions of one element differ no element moves; what picks a memory format later may go by those, too.
+// Returns a copy where elements must move, and `made` itself under transforms and modes that track strides on their own.
+at::Tensor in_strides(const at::Tensor& made, at::IntArrayRef strides);
+
+// `made` from two operands, with the strides of the one that the original overwrites.
+at::Tensor in_target_strides(const at::Tensor& made, const at::Tensor& first, const at::Tensor& second,
+                             int64_t in_place);
+
 // True where autograd will record: grad mode is on and one of the tensors requires grad.
 template <class... T>
 bool needs_grad(const T&... t) {

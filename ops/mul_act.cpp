@@ -132,9 +132,10 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
           usable &&
           (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) && (*t)->device() == activated.device()));
   }
-  if (!usable) return product(activated, scale);
-  const Tensor out =
+  if (!usable) return in_target_strides(product(activated, scale), activated, scale, in_place);
+  const Tensor made =
       MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name), from_second);
+  const Tensor out = in_target_strides(made, activated, scale, in_place);
   offer(out, from_second ? std::vector<Tensor>{scale, activated} : std::vector<Tensor>{activated, scale},
         multiply_again, recompute);
   return out;

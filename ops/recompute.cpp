@@ -32,6 +32,7 @@ struct Recipe {
   bool view = false;   // of the only source
   Rows rows = Rows::all;
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
+  c10::DimVector strides;             // the output's
   std::optional<c10::Stream> stream;  // of a device that has streams
   bool shared = false;                // made once for users that are near one another
   mutable std::mutex mutex;
@@ -237,6 +238,8 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
     spare.push_back(ours);
   }
   Tensor made = recipe->make(operands, spare);
+  // Another order of operands, or one that was overwritten, may give others.
+  if (made.strides() != at::IntArrayRef(recipe->strides)) made = in_strides(at::alias(made), recipe->strides);
   if (own) *own = !hold && (!recipe->view || spare[0]);
   // Where the op's own backward, or the next user's, is not part of this pass, or the pass fails.
   if (hold && when_pass_ends([weak = std::weak_ptr<const Recipe>(recipe)] {
@@ -284,11 +287,10 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   view->depth = known->recipe->depth;
   view->dear_depth = known->recipe->dear_depth;
   view->view = true;
+  view->strides = c10::DimVector(t.strides());
   view->stream = known->recipe->stream;
   view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
-                whole_strides = whole.strides().vec(),
                 whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
-    TORCH_INTERNAL_ASSERT(operands[0].strides() == whole_strides, "tsmem: a tensor was made again in another layout");
     return operands[0].as_strided(sizes, strides, offset - whole_offset + operands[0].storage_offset());
   };
   return view;
@@ -370,6 +372,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->dear = flops > 0;
   recipe->shared = !recipe->dear && recompute == 1;
   recipe->stream = stream_of(output);
+  recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
   const bool wide = output.scalar_type() == at::kFloat || output.scalar_type() == at::kDouble;
   if (wide && output.dim() >= 2 && output.is_contiguous()) {

@@ -140,3 +140,45 @@ def test_strides_are_those_of_the_operand_that_the_original_names_first(ops):
             ):
                 assert ours(a, b).stride() == stock(a, b).stride(), formats
                 assert_same(outcome(ours, a, b), outcome(stock, a, b), formats)
+
+
+def test_strides():
+    """A tensor that is overwritten keeps its strides, also where a dimension has one element and a new result's would be others."""
+    ops = torch.ops.tsmem
+    silu = torch.nn.functional.silu
+    sizes = ((2, 4, 1, 1), (4, 1, 4, 4)), ((2, 4, 2, 1), (8, 1, 4, 4)), ((2, 1, 2, 2), (4, 1, 2, 1)), ((2, 4, 1), (4, 1, 17)), ((1, 4, 3, 3), (99, 1, 12, 4)), ((2, 4, 3, 3), (36, 1, 12, 4))
+    for size, stride in sizes:
+        for grad in (False, True):
+            odd = [torch.randn(72).as_strided(size, stride).requires_grad_(grad) for _ in range(2)]
+            for a, b in (odd, (odd[0], torch.randn(size).requires_grad_(grad)), (torch.randn(size).requires_grad_(grad), odd[0])):
+                for recompute in (0, 1):
+                    assert ops.add(a, b, 1, recompute).stride() == (a + b).stride()
+                    assert ops.mul(a, b, recompute).stride() == (a * b).stride()
+                    assert ops.add(a, b, 1, recompute, 3).stride() == (b + a).stride()
+                    assert ops.mul(a, b, recompute, 3).stride() == (b * a).stride()
+                    for in_place, target in ((1, a), (2, b)):
+                        assert ops.add(a, b, 1, recompute, in_place).stride() == target.stride()
+                        assert ops.mul(a, b, recompute, in_place).stride() == target.stride()
+                z = silu(a)
+                for in_place, stride in ((0, (z * b).stride()), (1, z.stride()), (2, b.stride()), (3, (b * z).stride())):
+                    assert ops.mul_act(silu(a), b, a, "silu", [], 0, in_place).stride() == stride
+    gaps = torch.randn(2, 4, 6)[..., ::2].detach().requires_grad_()  # whatever it is a part of has no other user
+    for out in (ops.act(gaps, "relu", [], 0, True), ops.add(gaps, gaps, 1, 0, 1)):
+        assert out.stride() == gaps.stride()
+        assert out.backward(torch.ones_like(out)) is None
+
+
+def test_made_again_in_the_same_strides():
+    """What is made again is viewed as the output was, though its operands would give other strides where a dimension has one element."""
+    ops = torch.ops.tsmem
+    conv = torch.nn.Conv2d(2048, 2048, 1, groups=64).to(memory_format=torch.channels_last)
+    for in_place in (0, 1):
+        grads = []
+        for recompute in (0, 1):
+            x = torch.linspace(-2, 2, 4 * 2048).view(4, 2048, 1, 1).contiguous(memory_format=torch.channels_last).requires_grad_()
+            y = ops.act(ops.add(conv(x), x, 1, recompute, in_place), "relu", [], recompute, bool(in_place))
+            y = ops.add(ops.mul(y, y, recompute), y, 1, recompute)
+            z = ops.linear(y.permute(0, 2, 3, 1)[:, 0], torch.linspace(0, 1, 2 * 2048).view(2, 2048).requires_grad_())
+            grads.append(torch.autograd.grad(z.square().sum(), [x, *conv.parameters()]))
+        for a, b in zip(*grads):
+            assert torch.equal(a, b)
