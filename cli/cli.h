@@ -10,9 +10,13 @@
 #include <vector>
 
 #include "rewriter/clock.h"  // seconds_since()
-#include "rewriter/text.h"   // paint()
+#include "rewriter/error.h"
+#include "rewriter/text.h"  // paint()
 
 namespace tsmem::cli {
+
+enum Exit : int { kOk = 0, kDifferent = 1, kUsage = 2, kBadInput = 3, kBudget = 4, kBug = 70 };
+Exit exit_code(ErrorKind kind);
 
 struct Common {  // options every subcommand has
   uint64_t seed = 0;
@@ -66,8 +70,8 @@ std::string enumerate(const std::vector<std::string>& items);
 // "1 method", "2 methods".
 std::string counted(size_t n, const std::string& noun);
 
-// A shell's completion script for the whole command line, from the parser itself. Throws Error(kUsage) for an unknown
-// shell.
+// A shell's completion script for the whole command line, from the parser itself. Throws Error(ErrorKind::request) for
+// an unknown shell.
 std::string completion_script(const CLI::App& root, const std::string& shell);
 
 }  // namespace tsmem::cli

@@ -29,6 +29,18 @@ std::optional<T> parse(std::string_view text) {
 
 }  // namespace
 
+Exit exit_code(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::request:
+      return kUsage;
+    case ErrorKind::input:
+      return kBadInput;
+    case ErrorKind::budget:
+      return kBudget;
+  }
+  return kBug;
+}
+
 CLI::Validator whole_number(int64_t low, uint64_t high) {
   return CLI::Validator(
       [=](std::string& text) {
@@ -79,7 +91,7 @@ void print(std::string_view text) {
   bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
   if (written) return;
   if (errno != EPIPE)
-    throw Error(kBadInput, std::string("Can't write to standard output: ") + std::strerror(errno) + ".");
+    throw Error(ErrorKind::input, std::string("Can't write to standard output: ") + std::strerror(errno) + ".");
   gone = true;
 }
 
@@ -119,7 +131,7 @@ void write_json(const nlohmann::json& json, const std::string& path, const std::
   if (path == "-") return print(text);
   for (auto& input : inputs)
     if (same_file(path, input))
-      throw Error(kUsage, "--json '" + path + "' would replace a model that this command reads or writes.");
+      throw Error(ErrorKind::request, "--json '" + path + "' would replace a model that this command reads or writes.");
   save_text(text, path);
 }
 

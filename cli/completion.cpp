@@ -187,7 +187,7 @@ std::string completion_script(const CLI::App& root, const std::string& shell) {
   if (shell == "bash") return bash(root);
   if (shell == "zsh") return zsh(root);
   if (shell == "fish") return fish(root);
-  throw Error(kUsage,
+  throw Error(ErrorKind::request,
               "There is no completion for '" + shell + "'" + did_you_mean(shell, {"bash", "zsh", "fish"}) + ".");
 }
 

@@ -76,7 +76,7 @@ size_t count_added_methods(const torch::jit::Module& module) {
 
 int show_diff(const Options& o, const Common& common) {
   if (o.format != "text" && o.stat)
-    throw Error(kUsage, "--stat is for --format text; the others have the counts anyway.");
+    throw Error(ErrorKind::request, "--stat is for --format text; the others have the counts anyway.");
   auto a = load_model(o.a).module, b = load_model(o.b).module;
   auto d = diff(a, b, o.method);
   bool equal = std::all_of(d.begin(), d.end(), [](auto& m) { return m.status == "same"; });

@@ -88,7 +88,8 @@ int inspect_file(const Options& o, const Common& common) {
   }
   if (!o.method.empty()) {
     if (std::find(all_names.begin(), all_names.end(), o.method) == all_names.end())
-      throw Error(kUsage, "The model has no method '" + o.method + "'" + did_you_mean(o.method, names) + ".");
+      throw Error(ErrorKind::request,
+                  "The model has no method '" + o.method + "'" + did_you_mean(o.method, names) + ".");
     names = {o.method};
   }
   auto rows = module_rows(module);

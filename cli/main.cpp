@@ -254,15 +254,15 @@ int main(int argc, char** argv) {
     return code;
   } catch (const Error& e) {
     std::cerr << "tsmem: " << cli::with_stop(e.what()) << "\n";
-    return e.code;
+    return cli::exit_code(e.kind);
   } catch (const std::exception& e) {
     if (cli::out_of_memory(e)) {
       std::cerr << "tsmem: There is not enough memory for this model and these inputs.\n";
-      return kBadInput;
+      return cli::kBadInput;
     }
     std::cerr << "tsmem: " << cli::with_stop(sentence(e))
               << "\nThis is a bug in tsmem " TSMEM_VERSION " (LibTorch " TORCH_VERSION
               << "). Please report it with this message, the command line, and the model or the code that makes it.\n";
-    return kBug;
+    return cli::kBug;
   }
 }

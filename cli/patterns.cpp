@@ -41,7 +41,7 @@ void show_pattern(const std::string& name, bool color) {
     }
     return;
   }
-  throw Error(kUsage,
+  throw Error(ErrorKind::request,
               "There is no pattern '" + name + "'" + did_you_mean(name, names) + "; 'tsmem patterns' lists them.");
 }
 

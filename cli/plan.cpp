@@ -9,9 +9,10 @@
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/model_file.h"
-#include "rewriter/plan/milp.h"
+#include "rewriter/report_json.h"
 #include "run_options.h"
 #include "timeline.h"
+#include "tsmem/session.h"
 
 namespace tsmem::cli {
 namespace {
@@ -27,13 +28,14 @@ struct Options {
 void check_files(const Options& o) {
   check_report(o.run.json);
   if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
-    throw Error(kUsage, "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
+    throw Error(ErrorKind::request,
+                "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
   if (o.plot.ends_with(".png")) require_png();
   if (o.plot.empty()) return;
-  if (o.plot == o.run.json) throw Error(kUsage, "--plot and --json name the same file.");
+  if (o.plot == o.run.json) throw Error(ErrorKind::request, "--plot and --json name the same file.");
   check_report(o.plot);
   if (same_file(o.plot, o.model))
-    throw Error(kUsage, "'" + o.plot + "' would replace a model that this command reads.");
+    throw Error(ErrorKind::request, "'" + o.plot + "' would replace a model that this command reads.");
 }
 
 int run(const Options& o, const Common& common) {
@@ -41,7 +43,7 @@ int run(const Options& o, const Common& common) {
   o.run.apply();
   require_device(o.run.device);
   o.limits.check(!o.run.inputs.empty() || !o.run.inputs_file.empty(), o.amp);
-  auto file = load_model(o.model, o.run.device);
+  Session session(o.model);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.limits.estimate ? "meta" : o.run.device);
   const Progress progress(common);
   PlanOptions options = o.limits.options(common, progress);
@@ -49,13 +51,12 @@ int run(const Options& o, const Common& common) {
   options.device = o.run.device;
   RewriteOptions rewriting;
   rewriting.amp = o.amp;
-  Planned planned(o.model, file.module, rewriting, inputs, options);
-  const auto& original = planned.planner->original();
-  const auto points = planned.planner->front(original.peak_bytes, o.points);
+  const PlanFront front = session.front(rewriting, inputs, options, o.points);
+  const auto& [points, original, solver, solve_seconds, solves] = front;
   progress.clear();
-  if (!o.run.json.empty()) write_json(front_json(planned, points), o.run.json, {o.model});
+  if (!o.run.json.empty()) write_json(to_json(front), o.run.json, {o.model});
   if (!o.plot.empty()) {
-    const auto svg = front_svg(o.model, planned, points);
+    const auto svg = front_svg(o.model, front);
     save_text(o.plot.ends_with(".png") ? png_of(svg) : svg, o.plot);
   }
   if (o.run.json == "-") return kOk;
@@ -71,8 +72,8 @@ int run(const Options& o, const Common& common) {
   print(table(rows));
   print(fmt::format("\nThe original: peak {}, step {}. The smallest budget is {}. {} solved {} in {}.\n",
                     bytes_text(original.peak_bytes), seconds_text(original.seconds),
-                    bytes_text(points.front().predicted_peak_bytes), solver_name(),
-                    counted(planned.planner->solves(), "program"), seconds_text(planned.planner->solve_seconds())));
+                    bytes_text(points.front().predicted_peak_bytes), solver, counted(solves, "program"),
+                    seconds_text(solve_seconds)));
   return kOk;
 }
 

@@ -1,22 +1,13 @@
 #include "planning.h"
 
 #include <fmt/format.h>
-#ifdef __GLIBC__
-#endif
 
 #include <cmath>
-#include <map>
-#include <nlohmann/json.hpp>
 
-#include "freed_memory.h"
 #include "rewriter/error.h"
-#include "rewriter/model_file.h"
-#include "rewriter/plan/milp.h"
 #include "timeline.h"
 
 namespace tsmem::cli {
-
-using nlohmann::json;
 
 void PlanLimits::add(CLI::App& app) {
   app.add_flag("--estimate", estimate, "Plan from shapes, FLOPs and bytes: run nothing");
@@ -28,9 +19,9 @@ void PlanLimits::add(CLI::App& app) {
 void PlanLimits::check(bool has_input, const std::string& amp) const {
   if (estimate && !amp.empty())
     throw Error(
-        kUsage,
+        ErrorKind::request,
         "--estimate and --amp exclude each other: autocast does not act on shapes alone; leave --estimate out.");
-  if (!has_input) throw Error(kUsage, "A plan needs an input: --input 8x3x224x224, for example.");
+  if (!has_input) throw Error(ErrorKind::request, "A plan needs an input: --input 8x3x224x224, for example.");
 }
 
 PlanOptions PlanLimits::options(const Common& common, const Progress& progress) const {
@@ -42,86 +33,9 @@ PlanOptions PlanLimits::options(const Common& common, const Progress& progress) 
   return options;
 }
 
-Planned::Planned(const std::string& path, torch::jit::Module& module, RewriteOptions rewriting,
-                 const std::vector<c10::IValue>& inputs, const PlanOptions& options) {
-  keep_freed_memory();
-  // A module that has run can't be rewritten any more, so another copy of it runs.
-  const std::string device = options.estimate ? "meta" : options.device;
-  auto original = load_model(path, device).module;
-  restore(original);
-  rewriting.level = Level::plan;
-  report = rewrite(module, rewriting);
-  auto shapes = module;
-  auto sites = report.sites;
-  if (options.estimate) {
-    shapes = load_model(path, device).module;
-    sites = rewrite(shapes, rewriting).sites;
-  }
-  PlanOptions of_device = options;
-  of_device.device = device;
-  planner = std::make_unique<Planner>(original, shapes, std::move(sites), inputs, of_device);
-}
-
-int64_t parse_size(const std::string& text, const std::string& option, int64_t whole) {
-  static const std::map<std::string, double> units = {{"", 1},
-                                                      {"B", 1},
-                                                      {"K", 1024.},
-                                                      {"KiB", 1024.},
-                                                      {"KB", 1e3},
-                                                      {"M", 1 << 20},
-                                                      {"MiB", 1 << 20},
-                                                      {"MB", 1e6},
-                                                      {"G", 1 << 30},
-                                                      {"GiB", 1 << 30},
-                                                      {"GB", 1e9},
-                                                      {"T", 1024. * (1 << 30)},
-                                                      {"TiB", 1024. * (1 << 30)},
-                                                      {"TB", 1e12}};
-  const auto wrong = [&] {
-    return Error(kUsage, fmt::format("{} '{}' is no size: write 2GiB, 1500MiB, bytes{}.", option, text,
-                                     whole > 0 ? ", or 40% of the original's" : ""));
-  };
-  size_t end = 0;
-  double number = 0;
-  try {
-    number = std::stod(text, &end);
-  } catch (const std::exception&) {
-    throw wrong();
-  }
-  while (end < text.size() && text[end] == ' ') ++end;
-  const std::string unit = text.substr(end);
-  double bytes = 0;
-  if (unit == "%" && whole > 0)
-    bytes = number / 100 * static_cast<double>(whole);
-  else if (auto it = units.find(unit); it != units.end())
-    bytes = number * it->second;
-  else
-    throw wrong();
-  if (!std::isfinite(bytes) || bytes <= 0 || bytes > 9e18) throw wrong();
-  return static_cast<int64_t>(bytes);
-}
-
-json front_json(const Planned& planned, const std::vector<PlanPoint>& points) {
-  json all = json::array();
-  for (const PlanPoint& p : points)
-    all.push_back({{"budget", p.budget},
-                   {"predicted_peak_bytes", p.predicted_peak_bytes},
-                   {"predicted_seconds", p.predicted_seconds},
-                   {"kept_bytes", p.kept_bytes},
-                   {"recomputed_flops", p.recomputed_flops},
-                   {"gap", p.gap}});
-  return {{"points", all},
-          {"smallest_budget", points.front().predicted_peak_bytes},
-          {"solver", solver_name()},
-          {"solve_seconds", planned.planner->solve_seconds()},
-          {"original",
-           {{"peak_bytes", planned.planner->original().peak_bytes},
-            {"saved_bytes", planned.planner->original().kept_bytes},
-            {"step_seconds", planned.planner->original().seconds}}}};
-}
-
-std::string front_svg(const std::string& title, const Planned& planned, const std::vector<PlanPoint>& points) {
-  const auto& original = planned.planner->original();
+std::string front_svg(const std::string& title, const PlanFront& front) {
+  const auto& points = front.points;
+  const auto& original = front.original;
   struct Dot {
     double peak, time;  // ratios to the original
   };

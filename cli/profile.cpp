@@ -156,17 +156,18 @@ bool ends_in(const std::string& path, std::initializer_list<const char*> suffixe
 // Before anything is measured.
 void check_files(const Options& o) {
   if (!o.plot.empty() && !ends_in(o.plot, {".svg", ".png", ".html", ".htm"}))
-    throw Error(kUsage, "--plot '" + o.plot + "' is no picture that tsmem draws; end its name in .svg, .png or .html.");
+    throw Error(ErrorKind::request,
+                "--plot '" + o.plot + "' is no picture that tsmem draws; end its name in .svg, .png or .html.");
   if (o.plot.ends_with(".png")) require_png();
   if (!o.plot.empty() && (o.plot == o.trace || o.plot == o.run.json))
-    throw Error(kUsage, "--plot '" + o.plot + "' names a file that another option writes too.");
+    throw Error(ErrorKind::request, "--plot '" + o.plot + "' names a file that another option writes too.");
   if (!o.trace.empty() && o.trace == o.run.json)
-    throw Error(kUsage, "--trace '" + o.trace + "' and --json name the same file.");
+    throw Error(ErrorKind::request, "--trace '" + o.trace + "' and --json name the same file.");
   for (auto& file : {o.plot, o.trace}) check_report(file);
   for (auto& file : {o.plot, o.trace})
     for (auto& model : {o.model, o.other})
       if (!file.empty() && !model.empty() && same_file(file, model))
-        throw Error(kUsage, "'" + file + "' would replace a model that this command reads.");
+        throw Error(ErrorKind::request, "'" + file + "' would replace a model that this command reads.");
 }
 
 void write_files(const std::vector<TitledProfile>& profiles, const Options& o) {

@@ -1,27 +1,24 @@
-// tsmem rewrite: load, rewrite, write beside the output, check what was written, rename.
+// tsmem rewrite: its options, and what it prints.
 #include <fmt/format.h>
-#include <torch/version.h>
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <optional>
 #include <sstream>
 
 #include "cli.h"
-#include "freed_memory.h"
 #include "patterns/pattern.h"
 #include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/model_file.h"
-#include "rewriter/plan/milp.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/plan/size.h"
+#include "rewriter/report_json.h"
 #include "rewriter/text.h"
-#include "rewriter/verify/verify.h"
 #include "run_options.h"
+#include "tsmem/session.h"
 
 namespace tsmem::cli {
 namespace {
@@ -43,10 +40,10 @@ std::vector<int64_t> parse_batch_sizes(const std::string& text) {
   for (std::string part; std::getline(parts, part, ',');) {
     const bool number = !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
     if (!number || std::stoll(part) == 0)
-      throw Error(kUsage, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
+      throw Error(ErrorKind::request, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
     sizes.push_back(std::stoll(part));
   }
-  if (sizes.empty()) throw Error(kUsage, "--batch-sizes '' is no list of batch sizes: write 32,64,128.");
+  if (sizes.empty()) throw Error(ErrorKind::request, "--batch-sizes '' is no list of batch sizes: write 32,64,128.");
   return sizes;
 }
 
@@ -54,26 +51,28 @@ std::vector<int64_t> parse_batch_sizes(const std::string& text) {
 void settle_level(Options& o, const CLI::App& app) {
   const auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
   if (given("--level") && o.level == "ops" && given("--checkpoint"))
-    throw Error(kUsage, "--level ops and --checkpoint exclude each other.");
+    throw Error(ErrorKind::request, "--level ops and --checkpoint exclude each other.");
   for (auto name : {"--budget", "--fit", "--batch-sizes", "--estimate"}) {
     if (!given(name)) continue;
     if (given("--level") && o.level != "plan")
-      throw Error(kUsage, fmt::format("--level {} and {} exclude each other.", o.level, name));
+      throw Error(ErrorKind::request, fmt::format("--level {} and {} exclude each other.", o.level, name));
     o.level = "plan";
   }
   for (auto name : {"--optimizer-states", "--solve-seconds"})
-    if (given(name) && o.level != "plan") throw Error(kUsage, fmt::format("{} is for plans: give --budget too.", name));
+    if (given(name) && o.level != "plan")
+      throw Error(ErrorKind::request, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
-    throw Error(kUsage, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
+    throw Error(ErrorKind::request, "--optimizer-states is for --fit and --batch-sizes, and neither is given.");
   // Before the work, not after it.
   if (given("--budget")) parse_size(o.budget, "--budget", 1 << 20);
   if (given("--fit")) parse_size(o.fit, "--fit", 0);
   if (given("--batch-sizes")) parse_batch_sizes(o.batch_sizes);
   if (o.thorough && (o.no_verify || (!given("--input") && !given("--inputs"))))
-    throw Error(kUsage, "--thorough says how to compare the numbers: give --input too, and no --no-verify.");
+    throw Error(ErrorKind::request,
+                "--thorough says how to compare the numbers: give --input too, and no --no-verify.");
   if (o.level != "plan") return;
   if (!given("--budget") && !given("--fit"))
-    throw Error(kUsage, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
+    throw Error(ErrorKind::request, "A plan needs a budget: --budget 2GiB, or --budget 40% of the original's peak.");
   o.limits.check(given("--input") || given("--inputs"), o.rewrite.amp);
 }
 
@@ -82,58 +81,32 @@ void refuse_conflicts(const Options& o, const CLI::App& app) {
   for (auto name : {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain",
                     "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
     if (app.get_option(name)->count() > 0)
-      throw Error(kUsage, std::string("--restore and ") + name + " exclude each other.");
+      throw Error(ErrorKind::request, std::string("--restore and ") + name + " exclude each other.");
 }
 
 void check_files(const Options& o) {
   check_report(o.json_file);
   if (o.output.empty()) {
-    if (!o.dry_run) throw Error(kUsage, "Name the output with -o OUT.pt, or use --dry-run.");
+    if (!o.dry_run) throw Error(ErrorKind::request, "Name the output with -o OUT.pt, or use --dry-run.");
   } else {
     if (same_file(o.model, o.output))
-      throw Error(kUsage,
+      throw Error(ErrorKind::request,
                   "The output '" + o.output + "' is the input, which is never overwritten; choose another name.");
     if (!o.dry_run) check_output(o.output, o.force);
   }
   for (auto& file : {o.model, o.output})
     if (!o.json_file.empty() && !file.empty() && (o.json_file == file || same_file(o.json_file, file)))
-      throw Error(kUsage, "--json '" + o.json_file + "' is the model's own name; choose another.");
+      throw Error(ErrorKind::request, "--json '" + o.json_file + "' is the model's own name; choose another.");
 }
 
-json options_json(const Options& o) {
-  auto& r = o.rewrite;
-  return {{"level", o.level},           {"only", r.only},     {"skip", r.skip},   {"module", r.module_globs},
-          {"checkpoint", r.checkpoint}, {"freeze", r.freeze}, {"train", r.train}, {"amp", r.amp},
-          {"method", r.method}};
-}
-
-json matches_json(const RewriteReport& report) {
-  json matches = json::array();
-  for (auto& m : report.matches)
-    matches.push_back(
-        {{"pattern", m.pattern}, {"module", m.module}, {"method", m.method}, {"nodes", m.nodes}, {"op", m.op}});
-  return matches;
-}
-
-json regions_json(const RewriteReport& report) {
-  json regions = json::array();
-  for (auto& r : report.regions)
-    regions.push_back({{"module", r.module}, {"method", r.method}, {"kept", r.kept}, {"recomputed", r.recomputed}});
-  return regions;
-}
-
-json report_json(const Options& o, const RewriteReport& report, const json& predicted) {
-  json refused = json::array();
-  for (auto& r : report.refused)
-    refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
-  return {{"tool", "tsmem"},
-          {"version", TSMEM_VERSION},
-          {"input", o.model},
-          {"output", o.dry_run ? json() : json(o.output)},
-          {"matches", matches_json(report)},
-          {"refused", refused},
-          {"regions", regions_json(report)},
-          {"predicted", predicted}};
+json report_json(const Options& o, const RewriteReport& report, const ChosenPlan* plan) {
+  json all = {{"tool", "tsmem"},
+              {"version", TSMEM_VERSION},
+              {"input", o.model},
+              {"output", o.dry_run ? json() : json(o.output)},
+              {"predicted", plan ? to_json(*plan) : json()}};
+  all.update(to_json(report));
+  return all;
 }
 
 // "before: a, b; after: a (in some cases: c)" -> "a"; 'tsmem patterns' has the whole.
@@ -179,27 +152,17 @@ void print_refusals(const RewriteReport& report, bool color) {
   }
 }
 
-bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
-  return std::any_of(globs.begin(), globs.end(), [&](auto& glob) { return glob_covers(glob, name); });
-}
-
-// The original with the flags that --freeze and --train asked for: they are no difference.
-void take_flags(torch::jit::Module& original, const torch::jit::Module& rewritten, const RewriteOptions& options) {
-  std::map<std::string, bool> flags;
-  for (const auto& p : rewritten.named_parameters()) flags[p.name] = p.value.requires_grad();
-  for (const auto& p : original.named_parameters())
-    if ((matches_any(options.freeze, p.name) || matches_any(options.train, p.name)) && flags.count(p.name))
-      p.value.set_requires_grad(flags[p.name]);
+bool verifies_numbers(const Options& o) {
+  return (!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate && !o.no_verify;
 }
 
 // Compares what was written with the original. Prints what differs and returns false where it isn't the same.
-bool check_written(const Options& o, const Common& common, const std::string& written) {
-  auto original = load_model(o.model, o.device).module, rewritten = load_model(written, o.device).module;
-  take_flags(original, rewritten, o.rewrite);
-  if (auto differences = structure_differences(original, rewritten); !differences.empty())
-    throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
-  if ((o.inputs.empty() && o.inputs_file.empty()) || o.limits.estimate || o.no_verify) return true;
-  keep_freed_memory();
+bool check_written(const Options& o, const Common& common, Session& session, const std::vector<c10::IValue>& inputs) {
+  if (!verifies_numbers(o)) {
+    if (const auto differences = session.structure_differences(); !differences.empty())
+      throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
+    return true;
+  }
   VerifyOptions options;
   if (!o.rewrite.method.empty()) options.method = o.rewrite.method;
   options.device = o.device;
@@ -209,8 +172,7 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   if (o.thorough) options.thorough = true;
   const Progress progress(common);
   options.progress = [&](const std::string& text, double done) { progress("verifying: " + text, done); };
-  auto inputs = check_inputs(original, options.method, make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
-  auto result = verify(original, rewritten, inputs, options);
+  const auto result = session.verify(inputs, options);
   progress.clear();
   if (!result.equal) {
     fmt::print(stderr, "tsmem: The rewritten model failed its verification, so no file was written: {}\n",
@@ -221,125 +183,26 @@ bool check_written(const Options& o, const Common& common, const std::string& wr
   return true;
 }
 
-// Bytes that the machine has to give.
-int64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string word; file >> word;)
-    if (int64_t kib = 0; word == "MemAvailable:" && file >> kib) return kib * 1024;
-  return 0;
-}
-
-// Rewrites file.module by a plan, and says in `predicted` what it needs.
-RewriteReport plan_file(const Options& o, const Common& common, ModelFile& file, json& predicted) {
-  const auto method = o.rewrite.method.empty() ? std::string("forward") : o.rewrite.method;
-  const Progress progress(common);
-  PlanOptions options = o.limits.options(common, progress);
-  options.method = method;
-  options.device = o.device;
-  const auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
-  Planned planned(o.model, file.module, o.rewrite, inputs, options);
-  Planner& planner = *planned.planner;
-  const auto& original = planner.original();
-  const PlanPoint point =
-      o.budget.empty() ? planner.smallest() : planner.plan(parse_size(o.budget, "--budget", original.peak_bytes));
-  json again = json::array();
-  for (size_t s = 0; s < planned.report.sites.size(); ++s)
-    if (const Site& site = planned.report.sites[s]; site.dear && point.again[s])
-      again.push_back({{"module", site.module}, {"op", site.op}});
-  predicted = {{"budget", point.budget},
-               {"peak_bytes", point.predicted_peak_bytes},
-               {"seconds", point.predicted_seconds},
-               {"kept_bytes", point.kept_bytes},
-               {"recomputed_flops", point.recomputed_flops},
-               {"run_again", again},
-               {"original_peak_bytes", original.peak_bytes},
-               {"original_seconds", original.seconds},
-               {"solver", solver_name()},
-               {"solve_seconds", planner.solve_seconds()},
-               {"gap", point.gap}};
-  if (!o.fit.empty() || !o.batch_sizes.empty()) {
-    int64_t weights = 0, gradients = 0;
-    std::set<const void*> seen;
-    for (const auto& m : file.module.modules())
-      for (const auto& v : m._ivalue()->slots())
-        for (const auto& t : v.isObject() ? std::vector<at::Tensor>() : all_tensors(v))
-          if (t.has_storage() && seen.insert(t.storage().unsafeGetStorageImpl()).second) {
-            weights += static_cast<int64_t>(t.storage().nbytes());
-            if (t.requires_grad()) gradients += static_cast<int64_t>(t.nbytes());
-          }
-    const int64_t always = weights + (1 + o.optimizer_states) * gradients;
-    int64_t inputs_bytes = 0;
-    for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
-      inputs_bytes += static_cast<int64_t>(t.nbytes());
-    const int64_t given = planner.batch();
-    const double input_each = static_cast<double>(inputs_bytes) / static_cast<double>(given);
-    const auto total = [&](int64_t batch, int64_t peak) {
-      return always + peak + static_cast<int64_t>(input_each * static_cast<double>(batch));
-    };
-    auto line = planner.batches(point.again, 2 * given);
-    // A step with this batch is run where there is memory for it, and time: two steps of at most half a minute.
-    const auto measurable = [&](int64_t batch) {
-      const double seconds = point.predicted_seconds * static_cast<double>(batch) / static_cast<double>(given);
-      return o.limits.estimate || (line.peak(batch) < available_memory() / 10 * 7 && seconds < 30);
-    };
-    predicted["weights_bytes"] = weights;
-    predicted["gradient_and_optimizer_bytes"] = always - weights;
-    json sizes = json::array();
-    if (!o.batch_sizes.empty())
-      for (int64_t b : parse_batch_sizes(o.batch_sizes)) {
-        const bool run = b != given && measurable(b);
-        const int64_t peak = run ? planner.batches(point.again, b).peak(b) : line.peak(b);
-        sizes.push_back(
-            {{"batch", b}, {"peak_bytes", peak}, {"total_bytes", total(b, peak)}, {"measured", run || b == given}});
-      }
-    predicted["batch_sizes"] = sizes;
-    if (!o.fit.empty()) {
-      const int64_t size = parse_size(o.fit, "--fit", 0);
-      const auto largest = [&] {
-        int64_t batch = line.largest(size - always);
-        while (batch > 0 && total(batch, line.peak(batch)) > size) batch -= std::max<int64_t>(1, batch / 1000);
-        return batch;
-      };
-      // Between measured batches bytes grow in proportion, elsewhere roughly: so the answer is measured too.
-      int64_t batch = largest();
-      bool measured = batch == given || batch == 2 * given;
-      for (int i = 0; i < 4 && batch > 0 && !measured && measurable(batch); ++i) {
-        line = planner.batches(point.again, batch);
-        measured = total(batch, line.peak(batch)) <= size;
-        if (!measured) batch = std::min(largest(), batch - 1);
-      }
-      predicted["fit"] = {{"bytes", size},
-                          {"batch", batch},
-                          {"total_bytes", batch ? total(batch, line.peak(batch)) : 0},
-                          {"measured", measured}};
-    }
-  }
-  planned.planner.reset();  // puts the module's state back
-  set_choice(file.module, planned.report.sites, point.again);
-  progress.clear();
-  return std::move(planned.report);
-}
-
-void print_plan(const json& p) {
-  const auto bytes = [&](const char* key) { return p[key].get<double>(); };
+void print_plan(const ChosenPlan& plan) {
+  const PlanPoint& p = plan.point;
   print(
       fmt::format("Plan: peak {} of the original's {} ({:.3f}), step {:.3f} of the original's time; {} "
                   "convolutions, linear layers and the like run again in backward\n",
-                  bytes_text(p["peak_bytes"]), bytes_text(p["original_peak_bytes"]),
-                  bytes("peak_bytes") / bytes("original_peak_bytes"), bytes("seconds") / bytes("original_seconds"),
-                  p["run_again"].size()));
-  if (!p.contains("weights_bytes")) return;
-  print(fmt::format("  weights {}, gradients and optimizer {}\n", bytes_text(p["weights_bytes"]),
-                    bytes_text(p["gradient_and_optimizer_bytes"])));
-  for (const auto& b : p["batch_sizes"])
-    print(fmt::format("  batch {}: peak {}, with weights, gradients, optimizer and input {}\n",
-                      b["batch"].get<int64_t>(), bytes_text(b["peak_bytes"]),
-                      bytes_text(b["total_bytes"]) + (b["measured"] ? "" : " (not measured)")));
-  if (!p.contains("fit")) return;
-  const auto batch = p["fit"]["batch"].get<int64_t>();
-  print(batch > 0 ? fmt::format("  The largest batch in {}: {}{} ({})\n", bytes_text(p["fit"]["bytes"]),
-                                p["fit"]["measured"] ? "" : "about ", batch, bytes_text(p["fit"]["total_bytes"]))
-                  : fmt::format("  No batch fits in {}\n", bytes_text(p["fit"]["bytes"])));
+                  bytes_text(p.predicted_peak_bytes), bytes_text(plan.original.peak_bytes),
+                  static_cast<double>(p.predicted_peak_bytes) / static_cast<double>(plan.original.peak_bytes),
+                  p.predicted_seconds / plan.original.seconds, plan.run_again.size()));
+  if (!plan.batches) return;
+  const auto& batches = *plan.batches;
+  print(fmt::format("  weights {}, gradients and optimizer {}\n", bytes_text(batches.weight_bytes),
+                    bytes_text(batches.gradient_and_optimizer_bytes)));
+  for (const BatchMemory& b : batches.asked)
+    print(fmt::format("  batch {}: peak {}, with weights, gradients, optimizer and input {}{}\n", b.batch,
+                      bytes_text(b.peak_bytes), bytes_text(b.total_bytes), b.measured ? "" : " (not measured)"));
+  if (const auto& largest = batches.largest)
+    print(largest->batch > 0
+              ? fmt::format("  The largest batch in {}: {}{} ({})\n", bytes_text(batches.fit_bytes),
+                            largest->measured ? "" : "about ", largest->batch, bytes_text(largest->total_bytes))
+              : fmt::format("  No batch fits in {}\n", bytes_text(batches.fit_bytes)));
 }
 
 int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
@@ -347,46 +210,45 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   settle_level(o, app);
   check_files(o);
   require_device(o.device);
-  auto file = load_model(o.model);
-  if (!o.rewrite.method.empty() && !file.module.find_method(o.rewrite.method)) {
+  Session session(o.model);
+  const std::string method = o.rewrite.method.empty() ? "forward" : o.rewrite.method;
+  if (!session.module().find_method(method) && !o.rewrite.method.empty()) {
     std::vector<std::string> names;
-    for (auto& method : file.module.get_methods()) names.push_back(method.name());
-    throw Error(kUsage,
-                "The model has no method '" + o.rewrite.method + "'" + did_you_mean(o.rewrite.method, names) + ".");
+    for (auto& known : session.module().get_methods()) names.push_back(known.name());
+    throw Error(ErrorKind::request, "The model has no method '" + method + "'" + did_you_mean(method, names) + ".");
   }
-  if ((!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate)  // before the work, not after it
-    check_inputs(file.module, o.rewrite.method.empty() ? "forward" : o.rewrite.method,
-                 make_inputs(o.inputs, o.inputs_file, common.seed, o.device));
+  std::vector<c10::IValue> inputs;
+  if (!o.inputs.empty() || !o.inputs_file.empty()) {
+    inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
+    if (!o.limits.estimate) check_inputs(session.module(), method, inputs);  // before the work, not after it
+  }
 
   RewriteReport report;
-  json predicted;
+  std::optional<ChosenPlan> plan;
   if (o.undo) {
-    if (!restore(file.module))
-      throw Error(kBadInput, "'" + o.model + "' has nothing to restore: tsmem did not write it.");
-    file.extra_files.erase("tsmem.json");
+    session.restore();
+  } else if (o.level == "plan") {
+    const Progress progress(common);
+    PlanRequest request{o.budget, o.fit, {}, o.optimizer_states, o.limits.options(common, progress)};
+    if (!o.batch_sizes.empty()) request.batch_sizes = parse_batch_sizes(o.batch_sizes);
+    request.how.method = method;
+    request.how.device = o.device;
+    PlannedRewrite planned = session.plan(o.rewrite, inputs, request);
+    progress.clear();
+    report = std::move(planned.report);
+    plan = std::move(planned.plan);
   } else {
     o.rewrite.level = o.level == "ops" ? Level::ops : Level::regions;
-    restore(file.module);  // a rewrite starts from the originals, a dry run too
-    if (o.level == "plan")
-      report = plan_file(o, common, file, predicted);
-    else
-      report = rewrite(file.module, o.rewrite, o.dry_run);
-    json about = {{"tool", "tsmem"},
-                  {"version", TSMEM_VERSION},
-                  {"torch", TORCH_VERSION},
-                  {"options", options_json(o)},
-                  {"matches", matches_json(report)}};
-    if (!predicted.is_null()) about["plan"] = predicted;
-    file.extra_files["tsmem.json"] = about.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
+    report = session.rewrite(o.rewrite, o.dry_run);
   }
   if (!o.dry_run) {
-    PendingModel pending(file.module, file.extra_files, o.output, o.force);
-    file.module = torch::jit::Module();  // its weights are not needed beside the two that are compared
-    if (!check_written(o, common, pending.temporary())) return kDifferent;
-    pending.commit();
+    session.write(o.output, o.force);
+    if (!check_written(o, common, session, inputs)) return kDifferent;
+    session.commit();
   }
 
-  if (!o.json_file.empty()) write_json(report_json(o, report, predicted), o.json_file, {o.model, o.output});
+  if (!o.json_file.empty())
+    write_json(report_json(o, report, plan ? &*plan : nullptr), o.json_file, {o.model, o.output});
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
     if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
@@ -397,7 +259,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.rewrite.amp.empty())
       print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
                         o.rewrite.amp));
-    if (!predicted.is_null()) print_plan(predicted);
+    if (plan) print_plan(*plan);
     if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }

@@ -11,7 +11,7 @@ namespace tsmem::cli {
 
 void RunOptions::apply() const {
   if (!inputs.empty() && !inputs_file.empty())
-    throw Error(kUsage, "--input and --inputs exclude each other; --inputs holds all arguments.");
+    throw Error(ErrorKind::request, "--input and --inputs exclude each other; --inputs holds all arguments.");
   if (threads > 0) at::set_num_threads(threads);
 }
 

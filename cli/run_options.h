@@ -56,7 +56,7 @@ struct RunOptions {
     app.add_option("--json", json, "Write a report; '-' for standard output")->type_name("FILE");
   }
 
-  // Sets the threads. Throws Error(kUsage) for options that exclude each other.
+  // Sets the threads. Throws Error(ErrorKind::request) for options that exclude each other.
   void apply() const;
 };
 

@@ -371,7 +371,7 @@ std::string chrome_trace(const std::vector<TitledProfile>& profiles) {
          "\n";
 }
 
-static Error no_png(const std::string& why) { return Error(kBadInput, "Can't draw a PNG: " + why); }
+static Error no_png(const std::string& why) { return Error(ErrorKind::input, "Can't draw a PNG: " + why); }
 
 static const char* const kNoProgram =
     "the program rsvg-convert is not installed (Debian: librsvg2-bin); .svg and .html need nothing.";

@@ -29,10 +29,11 @@ std::string timeline_html(const std::vector<TitledProfile>& profiles);
 // For chrome://tracing and ui.perfetto.dev: a process a profile, with its ops and a counter of live bytes by module.
 std::string chrome_trace(const std::vector<TitledProfile>& profiles);
 
-// Throws Error(kBadInput) where png_of would not find its program.
+// Throws Error(ErrorKind::input) where png_of would not find its program.
 void require_png();
 
-// SVG as PNG, by the program rsvg-convert (Debian: librsvg2-bin). Throws Error(kBadInput) where it is missing or fails.
+// SVG as PNG, by the program rsvg-convert (Debian: librsvg2-bin). Throws Error(ErrorKind::input) where it is missing or
+// fails.
 std::string png_of(const std::string& svg);
 
 }  // namespace tsmem::cli

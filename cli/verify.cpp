@@ -5,9 +5,9 @@
 #include <memory>
 
 #include "cli.h"
-#include "freed_memory.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
+#include "rewriter/measure/freed_memory.h"
 #include "rewriter/model_file.h"
 #include "rewriter/verify/verify.h"
 #include "run_options.h"
@@ -62,7 +62,7 @@ int run(const Options& o, const Common& common) {
   require_device(o.run.device);
   auto a = load_model(o.a, o.run.device), b = load_model(o.b, o.run.device);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
-  keep_freed_memory();
+  const KeepFreedMemory keep;
   VerifyOptions options;
   options.method = o.run.method;
   options.device = o.run.device;

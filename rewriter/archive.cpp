@@ -39,11 +39,11 @@ struct Bytes {  // a file, read at any place
 Bytes open_file(const std::string& path) {
   struct stat status;
   if (stat(path.c_str(), &status) != 0)
-    throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
-  if (S_ISDIR(status.st_mode)) throw Error(kBadInput, "'" + path + "' is a directory, not a file.");
-  if (!S_ISREG(status.st_mode)) throw Error(kBadInput, "'" + path + "' is not a regular file.");
+    throw Error(ErrorKind::input, "Can't read '" + path + "': " + std::strerror(errno) + ".");
+  if (S_ISDIR(status.st_mode)) throw Error(ErrorKind::input, "'" + path + "' is a directory, not a file.");
+  if (!S_ISREG(status.st_mode)) throw Error(ErrorKind::input, "'" + path + "' is not a regular file.");
   Bytes bytes{std::ifstream(path, std::ios::binary), static_cast<uint64_t>(status.st_size)};
-  if (!bytes.file) throw Error(kBadInput, "Can't read '" + path + "': " + std::strerror(errno) + ".");
+  if (!bytes.file) throw Error(ErrorKind::input, "Can't read '" + path + "': " + std::strerror(errno) + ".");
   return bytes;
 }
 
@@ -74,9 +74,9 @@ constexpr uint64_t kLargeDeflated = 64 << 20;
 Archive read_archive(const std::string& path, const std::string& what) {
   auto bytes = open_file(path);
   auto broken = [&](const std::string& why) {
-    return Error(kBadInput, "'" + path + "' is damaged: " + why + "; copy or save it again.");
+    return Error(ErrorKind::input, "'" + path + "' is damaged: " + why + "; copy or save it again.");
   };
-  if (bytes.size == 0) throw Error(kBadInput, "'" + path + "' is empty, not " + what + ".");
+  if (bytes.size == 0) throw Error(ErrorKind::input, "'" + path + "' is empty, not " + what + ".");
   std::string start, tail;
   if (!bytes.read(0, std::min<uint64_t>(bytes.size, 16), start)) throw broken("it can't be read");
   bool zip = start.starts_with("PK\x03\x04");
@@ -87,11 +87,11 @@ Archive read_archive(const std::string& path, const std::string& what) {
     if (zip) throw broken("it is a zip file whose end, with the directory, is missing");
     // torch.save's format before PyTorch 1.6: a pickle of protocol 2 that begins with a ten-byte magic number.
     if (start.starts_with("\x80\x02\x8a\x0a"))
-      throw Error(kBadInput,
+      throw Error(ErrorKind::input,
                   "'" + path +
                       "' was written by torch.save (a state_dict or a pickled model), not TorchScript; script the " +
                       "model in Python: torch.jit.script(model).save(\"model.pt\").");
-    throw Error(kBadInput, "'" + path + "' is not " + what + ": it isn't a zip archive.");
+    throw Error(ErrorKind::input, "'" + path + "' is not " + what + ": it isn't a zip archive.");
   }
   uint64_t count = number(&tail[end + 10], 2), directory_size = number(&tail[end + 12], 4),
            directory_offset = number(&tail[end + 16], 4);
@@ -167,7 +167,7 @@ void read_pieces(const std::string& path, const Record& record, uint64_t most, c
     good = bytes.read(at, std::min(left, most), piece);
     if (good) take(piece);
   }
-  if (!good) throw Error(kBadInput, "Can't read '" + path + "'.");
+  if (!good) throw Error(ErrorKind::input, "Can't read '" + path + "'.");
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ struct Archive {
   bool has(const std::string& name) const { return records.count(name) > 0; }
 };
 
-// Reads the directory of the zip file at `path`. Throws Error(kBadInput) with one sentence where it is missing,
+// Reads the directory of the zip file at `path`. Throws Error(ErrorKind::input) with one sentence where it is missing,
 // unreadable, a directory, not a zip file, truncated or inconsistent. `what` names the kind of file in the sentence: "a
 // TorchScript file".
 Archive read_archive(const std::string& path, const std::string& what = "a TorchScript file");

@@ -49,7 +49,7 @@ void check_records(const std::string& path, const Archive& archive, bool tensors
   std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;  // inflates
   for (auto& [name, record] : archive.records) {
     const auto damaged = [&, &name = name](const std::string& why) {
-      return Error(kBadInput, "'" + path + "' is damaged: " + why + "; copy or save it again.");
+      return Error(ErrorKind::input, "'" + path + "' is damaged: " + why + "; copy or save it again.");
     };
     const bool looked_into =
         name == "data.pkl" || (!tensors_alone && (name == "constants.pkl" || is_code(name) || is_debug(name)));
@@ -75,8 +75,8 @@ void check_records(const std::string& path, const Archive& archive, bool tensors
       throw damaged("the bytes of record '" + name + "' are not those that were written (its CRC-32 is another)");
     if (!looked_into) continue;
     if (auto fault = fault_in(name, bytes, archive); !fault.empty())
-      throw Error(kBadInput, "'" + path + "' is damaged, or nothing that PyTorch can read: " + fault + " (record '" +
-                                 name + "').");
+      throw Error(ErrorKind::input, "'" + path + "' is damaged, or nothing that PyTorch can read: " + fault +
+                                        " (record '" + name + "').");
   }
 }
 
@@ -146,8 +146,8 @@ bool same_signature(const c10::FunctionSchema& a, const c10::FunctionSchema& b) 
 void check_module(const std::string& path, const Module& module) {
   const auto name_of = [](const c10::ClassType& type) { return type.name()->qualifiedName(); };
   const auto reserved = [&](const std::string& what, const c10::ClassType& type) {
-    return Error(kBadInput, "'" + path + "' has " + what + " in " + name_of(type) +
-                                ": names that begin with _tsmem_ are reserved for what tsmem adds; rename it.");
+    return Error(ErrorKind::input, "'" + path + "' has " + what + " in " + name_of(type) +
+                                       ": names that begin with _tsmem_ are reserved for what tsmem adds; rename it.");
   };
   // LibTorch makes a tensor with any zero point or without a quantizer, and says what is wrong when it is used.
   const auto check_quantized = [&](const c10::IValue& value, const std::string& name) {
@@ -165,12 +165,12 @@ void check_module(const std::string& path, const Module& module) {
     if (!objects.insert(object.get()).second) continue;
     const auto type = object->type();
     if (object->slots().size() < type->numAttributes())
-      throw Error(kBadInput, "'" + path + "' is damaged: an object of " + name_of(*type) + " lacks attributes.");
+      throw Error(ErrorKind::input, "'" + path + "' is damaged: an object of " + name_of(*type) + " lacks attributes.");
     for (size_t i = 0; i < type->numAttributes(); ++i) {
       const c10::IValue& value = object->getSlot(i);
       if (!has_type(value, type->getAttribute(i)))
-        throw Error(kBadInput, "'" + path + "' is damaged: attribute '" + type->getAttributeName(i) + "' of " +
-                                   name_of(*type) + " is no " + type->getAttribute(i)->annotation_str() + ".");
+        throw Error(ErrorKind::input, "'" + path + "' is damaged: attribute '" + type->getAttributeName(i) + "' of " +
+                                          name_of(*type) + " is no " + type->getAttribute(i)->annotation_str() + ".");
       if (value.isModule())
         todo.emplace_back(value.toObject());
       else
@@ -189,8 +189,8 @@ void check_module(const std::string& path, const Module& module) {
       if (!method->name().starts_with(kOriginal)) continue;
       const std::string original = method->name().substr(kOriginal.size());
       if (!same_signature(method->getSchema(), type->findMethod(original)->getSchema()))
-        throw Error(kBadInput, "'" + path + "' is damaged: " + name_of(*type) + " has a method '" + method->name() +
-                                   "' whose signature is not that of '" + original + "'.");
+        throw Error(ErrorKind::input, "'" + path + "' is damaged: " + name_of(*type) + " has a method '" +
+                                          method->name() + "' whose signature is not that of '" + original + "'.");
     }
   }
 }

@@ -8,12 +8,13 @@
 
 namespace tsmem {
 
-// Throws Error(kBadInput), which names the record, where its bytes are not those that were written (CRC-32), a tensor
-// reaches beyond its record, or code, values or types are nested too deep. `tensors_alone`: a file of torch.save.
+// Throws Error(ErrorKind::input), which names the record, where its bytes are not those that were written (CRC-32), a
+// tensor reaches beyond its record, or code, values or types are nested too deep. `tensors_alone`: a file of
+// torch.save.
 void check_records(const std::string& path, const Archive& archive, bool tensors_alone = false);
 
-// Throws Error(kBadInput) where an attribute is not of the type that its class says, or where the model has attributes
-// or methods of its own under names that are reserved for rewritten models.
+// Throws Error(ErrorKind::input) where an attribute is not of the type that its class says, or where the model has
+// attributes or methods of its own under names that are reserved for rewritten models.
 void check_module(const std::string& path, const torch::jit::Module& module);
 
 // How long PyTorch may take to read such a file, in seconds of CPU time: many times what it takes.

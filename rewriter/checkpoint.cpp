@@ -23,7 +23,9 @@ std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes
           found.insert(path);
           any = true;
         }
-    if (!any) throw Error(kUsage, fmt::format("no module matches --checkpoint '{}'; 'tsmem inspect' lists them", glob));
+    if (!any)
+      throw Error(ErrorKind::request,
+                  fmt::format("no module matches --checkpoint '{}'; 'tsmem inspect' lists them", glob));
   }
   std::set<std::string> outermost;
   for (const std::string& path : found) {
@@ -40,9 +42,10 @@ bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClas
   for (const std::string& path : c.paths)
     (checkpointed.count(join_path(path, inner)) ? in : out) = join_path(path, inner);
   if (!in.empty() && !out.empty())
-    throw Error(kUsage, fmt::format("--checkpoint names {} but not {}, which is called by the same code: name both or "
-                                    "neither",
-                                    in, out));
+    throw Error(ErrorKind::request,
+                fmt::format("--checkpoint names {} but not {}, which is called by the same code: name both or "
+                            "neither",
+                            in, out));
   return !in.empty();
 }
 
@@ -243,8 +246,9 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     if (!path || path->empty() || !checkpointed(n)) continue;
     if (auto body = callee(n))
       if (const std::string why = runs_once(*body); !why.empty())
-        throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
-                                        join_path(outer, *path), n->s(attr::name), why));
+        throw Error(ErrorKind::request,
+                    fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
+                                join_path(outer, *path), n->s(attr::name), why));
     WithInsertPoint here(n);
     Value* cast = insert_method_call(*n->owningGraph(), "tsmem::checkpoint", n->input(0), n->s(attr::name),
                                      n->inputs().slice(1), {}, n->output()->type());

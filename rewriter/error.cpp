@@ -40,7 +40,7 @@ void on_users_values(const std::string& what, const std::function<void()>& work)
     throw;
   } catch (const c10::Error& e) {
     if (std::string_view(e.what()).find("can't allocate memory") != std::string_view::npos) throw;
-    throw Error(kBadInput, what + ": " + sentence(e));
+    throw Error(ErrorKind::input, what + ": " + sentence(e));
   }
 }
 

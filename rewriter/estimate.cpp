@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <mutex>
 
 namespace tsmem {
 namespace {
@@ -207,7 +208,7 @@ Tensor traced_convolution(const Tensor& x, const Tensor& w, const std::optional<
   return at::convolution(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradMeta, m) {
+void implement_autograd(torch::Library& m) {
   m.impl("scaled_dot_product_attention", TORCH_FN(attention));
   m.impl("_convolution", TORCH_FN(traced_convolution));
 }
@@ -215,7 +216,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradMeta, m) {
 // TorchScript compares the constants of traced graphs to put equal ones together. Without values none is known to be.
 bool one_and_the_same(const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); }
 
-TORCH_LIBRARY_IMPL(aten, Meta, m) {
+void implement(torch::Library& m) {
   m.impl("scaled_dot_product_attention", TORCH_FN(attention));
   m.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(flash_attention));
   m.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(flash_attention_backward));
@@ -245,15 +246,42 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward));
 }
 
+// LibTorch warns that operators are overridden, which is what is wanted here.
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+torch::Library library(c10::DispatchKey key, void (*implement)(torch::Library&)) {
+  NoWarnings none;
+  const c10::WarningUtils::WarningHandlerGuard quiet(&none);
+  torch::Library m(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  implement(m);
+  return m;
+}
+
+struct OnMeta {
+  torch::Library autograd = library(c10::DispatchKey::AutogradMeta, implement_autograd);
+  torch::Library shapes = library(c10::DispatchKey::Meta, implement);
+  c10::Allocator* const before = c10::GetAllocator(c10::kMeta);
+
+  OnMeta() {
+    static CountingAllocator* const counting = new CountingAllocator;  // tensors may die after static objects
+    c10::SetAllocator(c10::kMeta, counting, /*priority=*/1);
+  }
+  OnMeta(const OnMeta&) = delete;
+  OnMeta& operator=(const OnMeta&) = delete;
+  ~OnMeta() { c10::SetAllocator(c10::kMeta, before, /*priority=*/1); }
+};
+
 }  // namespace
 
-void count_meta_allocations() {
-  static CountingAllocator* allocator = [] {
-    auto* a = new CountingAllocator;  // never destroyed: tensors may die after static objects
-    c10::SetAllocator(c10::kMeta, a, /*priority=*/1);
-    return a;
-  }();
-  (void)allocator;
+std::shared_ptr<const void> estimate_on_meta() {
+  static std::mutex mutex;
+  static std::weak_ptr<const OnMeta> now;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto held = now.lock();
+  if (!held) now = held = std::make_shared<const OnMeta>();
+  return held;
 }
 
 }  // namespace tsmem

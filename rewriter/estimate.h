@@ -1,11 +1,12 @@
 // Running a model without running it: on LibTorch's meta device, whose tensors have shapes and no memory.
 #pragma once
+#include <memory>
 
 namespace tsmem {
 
-// Makes allocations of the meta device visible to c10::MemoryReportingInfoBase, as the CPU's are; and gives shape
-// functions to the ATen operators that have theirs in Python alone (convolutions, norms), with what oneDNN's own
-// layouts cost for a while. Once in a process.
-void count_meta_allocations();
+// As long as somebody holds it, allocations of the meta device are visible to c10::MemoryReportingInfoBase, as the
+// CPU's are; and the ATen operators that have their shape functions in Python alone (convolutions, norms) have some
+// here, with what oneDNN's own layouts cost for a while. They hold for the whole process.
+std::shared_ptr<const void> estimate_on_meta();
 
 }  // namespace tsmem

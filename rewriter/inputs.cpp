@@ -32,7 +32,7 @@ const std::vector<std::pair<std::string, at::ScalarType>>& dtypes() {
 
 [[noreturn]] void bad_spec(const std::string& spec, const std::string& why) {
   throw Error(
-      kUsage,
+      ErrorKind::request,
       fmt::format(
           "--input {} can't be read: {}; an input looks like 8x3x224x224, 4x128:i64[0,30522), 8x3x224x224:bf16, "
           "3:int, 0.5:float, true:bool or @file.pt.",
@@ -151,24 +151,27 @@ at::Tensor draw(const Spec& s, at::Generator& generator, bool meta) {
 IValue load_pickle(const std::string& path) {
   namespace fs = std::filesystem;
   std::error_code error;
-  if (!fs::exists(path, error)) throw Error(kBadInput, fmt::format("The input file {} does not exist.", path));
-  if (!fs::is_regular_file(path, error)) throw Error(kBadInput, fmt::format("The input file {} is not a file.", path));
+  if (!fs::exists(path, error)) throw Error(ErrorKind::input, fmt::format("The input file {} does not exist.", path));
+  if (!fs::is_regular_file(path, error))
+    throw Error(ErrorKind::input, fmt::format("The input file {} is not a file.", path));
   std::ifstream file(path, std::ios::binary);
   std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  if (!file) throw Error(kBadInput, fmt::format("The input file {} can't be read.", path));
+  if (!file) throw Error(ErrorKind::input, fmt::format("The input file {} can't be read.", path));
   if (bytes.size() < 4 || std::string_view(bytes.data(), 2) != "PK")
-    throw Error(kBadInput, fmt::format("The input file {} is not a file of torch.save in its zip format; save the "
-                                       "inputs with torch.save(inputs, path).",
-                                       path));
+    throw Error(ErrorKind::input,
+                fmt::format("The input file {} is not a file of torch.save in its zip format; save the "
+                            "inputs with torch.save(inputs, path).",
+                            path));
   const auto archive = read_archive(path, "a file of torch.save");
   const Reading reading(path, archive);
   check_records(path, archive, /*tensors_alone=*/true);
   try {
     return torch::jit::pickle_load(bytes);
   } catch (const std::exception& e) {
-    throw Error(kBadInput, fmt::format("The input file {} can't be read ({}); it may hold tensors, numbers, strings "
-                                       "and None in lists, tuples and plain dicts.",
-                                       path, sentence(e)));
+    throw Error(ErrorKind::input,
+                fmt::format("The input file {} can't be read ({}); it may hold tensors, numbers, strings "
+                            "and None in lists, tuples and plain dicts.",
+                            path, sentence(e)));
   }
 }
 
@@ -321,9 +324,10 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
     else if (value.isList())
       out.assign(value.toListRef().begin(), value.toListRef().end());
     else
-      throw Error(kBadInput, fmt::format("The input file {} holds {}, and --inputs wants a tuple of all arguments; use "
-                                         "--input @{} for a single one.",
-                                         path, value_name(value), path));
+      throw Error(ErrorKind::input,
+                  fmt::format("The input file {} holds {}, and --inputs wants a tuple of all arguments; use "
+                              "--input @{} for a single one.",
+                              path, value_name(value), path));
     for (auto& v : out) v = to_device(v, target);
     return out;
   }
@@ -355,8 +359,8 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
       if (bytes > std::ldexp(1.0, 60)) throw std::bad_alloc();
       out.push_back(to_device(draw(s, generator, target.is_meta()), target));
     } catch (const std::exception&) {
-      throw Error(kBadInput, fmt::format("--input {} takes {:.1f} GiB, more memory than there is.", full,
-                                         bytes / std::ldexp(1.0, 30)));
+      throw Error(ErrorKind::input, fmt::format("--input {} takes {:.1f} GiB, more memory than there is.", full,
+                                                bytes / std::ldexp(1.0, 30)));
     }
   }
   return out;
@@ -369,8 +373,8 @@ std::vector<IValue> check_inputs(const torch::jit::Module& module, const std::st
     std::string names;
     for (auto& m : module.get_methods())
       if (!is_added_name(m.name())) names += fmt::format("{}{}", names.empty() ? "" : ", ", m.name());
-    throw Error(kUsage, fmt::format("The model has no method '{}'{}.", method,
-                                    names.empty() ? std::string() : fmt::format("; it has {}", names)));
+    throw Error(ErrorKind::request, fmt::format("The model has no method '{}'{}.", method,
+                                                names.empty() ? std::string() : fmt::format("; it has {}", names)));
   }
   auto& all = found->function().getSchema().arguments();
   std::vector<c10::Argument> arguments(all.begin() + 1, all.end());  // the first is the module itself
@@ -385,7 +389,7 @@ std::vector<IValue> check_inputs(const torch::jit::Module& module, const std::st
       fmt::format("{} takes {}{}", method, arguments.empty() ? "no arguments" : plural(arguments.size(), "argument"),
                   arguments.empty() ? std::string() : fmt::format(" ({})", list));
   if (inputs.size() < needed || inputs.size() > arguments.size())
-    throw Error(kBadInput,
+    throw Error(ErrorKind::input,
                 fmt::format("{}, and {} given; give one --input for each.", takes,
                             inputs.empty() ? "none was"
                                            : plural(inputs.size(), "input") + (inputs.size() == 1 ? " was" : " were")));
@@ -393,7 +397,7 @@ std::vector<IValue> check_inputs(const torch::jit::Module& module, const std::st
   for (size_t i = 0; i < inputs.size(); ++i) {
     std::string why;
     auto got = fit(inputs[i], arguments[i].type(), fmt::format("argument '{}'", arguments[i].name()), why);
-    if (!got) throw Error(kBadInput, fmt::format("{}: {}.", takes, why));
+    if (!got) throw Error(ErrorKind::input, fmt::format("{}: {}.", takes, why));
     out.push_back(*got);
   }
   return out;
@@ -406,17 +410,17 @@ void require_device(const std::string& device) {
   } catch (const std::exception&) {
   }
   if (!d || (!d->is_cpu() && !d->is_cuda()))
-    throw Error(kUsage, fmt::format("--device {} is not known; use cpu or cuda.", device));
+    throw Error(ErrorKind::request, fmt::format("--device {} is not known; use cpu or cuda.", device));
   if (d->is_cpu()) return;
   // The tool links LibTorch's CPU part alone, so that it starts without CUDA; its CUDA part registers itself when
   // loaded. Before anybody asks LibTorch about CUDA: it looks for that part once, and remembers.
   dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
   auto count = at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (count == 0)
-    throw Error(kUsage,
+    throw Error(ErrorKind::request,
                 fmt::format("--device {}: LibTorch finds no CUDA device on this machine; use --device cpu.", device));
   if (d->has_index() && d->index() >= count)
-    throw Error(kUsage,
+    throw Error(ErrorKind::request,
                 fmt::format("--device {}: this machine has {}, counted from 0.", device, plural(count, "CUDA device")));
   at::globalContext().lazyInitDevice(c10::kCUDA);
 }
@@ -450,7 +454,8 @@ std::vector<at::Tensor> cotangents(const std::vector<at::Tensor>& tensors, uint6
 at::Tensor loss_of(const IValue& output, uint64_t seed) {
   auto tensors = floating_tensors(output);
   if (tensors.empty())
-    throw Error(kBadInput, "The model returns no floating-point tensor, so there is nothing to run backward from.");
+    throw Error(ErrorKind::input,
+                "The model returns no floating-point tensor, so there is nothing to run backward from.");
   auto random = cotangents(tensors, seed);
   at::Tensor loss;
   for (size_t i = 0; i < tensors.size(); ++i) {

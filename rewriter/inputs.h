@@ -14,19 +14,20 @@ namespace tsmem {
 // tuples and dicts). Dtypes: f32 (default), f64, bf16, f16, i64, i32, i16, i8, u8, bool. Random values are drawn with
 // `seed`: normal for floating point, or uniform in the range where one is given; uniform in the range for integers,
 // [0,256) for u8 and [0,2) for the others by default. `inputs_file`, where not empty, is "@file.pt" with a tuple or
-// list of all arguments and replaces `specs`. Throws Error(kUsage) for a SPEC that can't be read, Error(kBadInput) for
-// a file.
+// list of all arguments and replaces `specs`. Throws Error(ErrorKind::request) for a SPEC that can't be read,
+// Error(ErrorKind::input) for a file.
 std::vector<c10::IValue> make_inputs(const std::vector<std::string>& specs, const std::string& inputs_file,
                                      uint64_t seed, const std::string& device);
 
 // The arguments as the method's schema types them: lists and dicts get their element types, a tuple becomes a list
-// where a list is wanted, an int a float. Trailing arguments with defaults may be left out. Throws Error(kBadInput)
-// with one sentence where they do not fit (too few, too many, wrong type), Error(kUsage) where there is no such method.
+// where a list is wanted, an int a float. Trailing arguments with defaults may be left out. Throws
+// Error(ErrorKind::input) with one sentence where they do not fit (too few, too many, wrong type),
+// Error(ErrorKind::request) where there is no such method.
 std::vector<c10::IValue> check_inputs(const torch::jit::Module& module, const std::string& method,
                                       const std::vector<c10::IValue>& inputs);
 
-// Throws Error(kUsage) with one sentence where LibTorch can't use the device ("cpu", "cuda", "cuda:1"). Loads
-// LibTorch's CUDA part.
+// Throws Error(ErrorKind::request) with one sentence where LibTorch can't use the device ("cpu", "cuda", "cuda:1").
+// Loads LibTorch's CUDA part.
 void require_device(const std::string& device);
 
 // Every tensor in nested lists, tuples, dicts and objects; in order (dicts by key).
@@ -40,7 +41,7 @@ std::vector<at::Tensor> floating_tensors(const c10::IValue& value);
 std::vector<at::Tensor> cotangents(const std::vector<at::Tensor>& tensors, uint64_t seed);
 
 // What backward starts from: the sum of every floating-point output tensor times its cotangent.
-// Throws Error(kBadInput) where there is no floating-point output.
+// Throws Error(ErrorKind::input) where there is no floating-point output.
 at::Tensor loss_of(const c10::IValue& output, uint64_t seed);
 
 // The value with `f` applied to every tensor; lists, tuples and dicts are rebuilt, objects are shared.

@@ -62,19 +62,19 @@ Error load_error(const std::string& path, const std::exception& e) {
   auto op = between(text, "Unknown builtin op: ", "\n");
   while (op.ends_with('.')) op.pop_back();
   if (op.starts_with("tsmem::"))
-    return Error(kBadInput, "'" + path + "' needs the operator " + op +
-                                ", which tsmem " TSMEM_VERSION
-                                " does not have; use the version of tsmem that wrote it, or a later one.");
+    return Error(ErrorKind::input, "'" + path + "' needs the operator " + op +
+                                       ", which tsmem " TSMEM_VERSION
+                                       " does not have; use the version of tsmem that wrote it, or a later one.");
   if (!op.empty())
-    return Error(kBadInput, "'" + path + "' uses the custom operator " + op +
-                                "; name the library that defines it with --ops LIB.so.");
+    return Error(ErrorKind::input, "'" + path + "' uses the custom operator " + op +
+                                       "; name the library that defines it with --ops LIB.so.");
   auto type = between(text, "__torch__.torch.classes.", " '\"\n:(),");
   if (!type.empty())
-    return Error(kBadInput, "'" + path + "' uses the custom class " + type +
-                                "; name the library that defines it with --ops LIB.so.");
+    return Error(ErrorKind::input, "'" + path + "' uses the custom class " + type +
+                                       "; name the library that defines it with --ops LIB.so.");
   auto why = sentence(e);
   while (why.ends_with('.')) why.pop_back();
-  return Error(kBadInput, "PyTorch can't load '" + path + "': " + why + ".");
+  return Error(ErrorKind::input, "PyTorch can't load '" + path + "': " + why + ".");
 }
 
 // LibTorch looks at the indices of sparse tensors only where it is asked to.
@@ -204,7 +204,7 @@ class NewFile {
   const std::string& name() const { return name_; }
   uint64_t written() const { return written_; }
   static Error exists(const std::string& path) {
-    return Error(kUsage, "'" + path + "' exists already; use --force to replace it.");
+    return Error(ErrorKind::request, "'" + path + "' exists already; use --force to replace it.");
   }
 
  private:
@@ -219,7 +219,7 @@ class NewFile {
     }
   }
   Error failed(int error) const {
-    return Error(kBadInput, "Can't write '" + target_.string() + "': " + std::strerror(error) + ".");
+    return Error(ErrorKind::input, "Can't write '" + target_.string() + "': " + std::strerror(error) + ".");
   }
 
   fs::path target_;
@@ -234,11 +234,11 @@ class NewFile {
 ModelFile load_model(const std::string& path, const std::string& device) {
   auto archive = read_archive(path);
   if (archive.has("model.json"))
-    throw Error(kBadInput, "'" + path +
-                               "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
-                               "and save it in Python: torch.jit.load(\"model.pt\").save(\"new.pt\").");
+    throw Error(ErrorKind::input, "'" + path +
+                                      "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
+                                      "and save it in Python: torch.jit.load(\"model.pt\").save(\"new.pt\").");
   if (auto kind = other_kind(path, archive); !kind.empty())
-    throw Error(kBadInput,
+    throw Error(ErrorKind::input,
                 "'" + path + "' " + kind + "; script the model in Python: torch.jit.script(model).save(\"model.pt\").");
   const Reading reading(path, archive);
   check_records(path, archive);
@@ -250,7 +250,7 @@ ModelFile load_model(const std::string& path, const std::string& device) {
   try {
     where.emplace(device);
   } catch (const std::exception& e) {
-    throw Error(kUsage, "'" + device + "' is not a device; use cpu or cuda.");
+    throw Error(ErrorKind::request, "'" + device + "' is not a device; use cpu or cuda.");
   }
   const CheckSparse check_sparse;
   for (std::set<std::string> tried;;) {
@@ -277,20 +277,20 @@ void check_output(const std::string& named, bool force) {
   std::error_code error;
   const auto path = followed(named).string();
   auto status = fs::status(path, error);
-  if (fs::is_directory(status)) throw Error(kBadInput, "Can't write '" + path + "': it is a directory.");
+  if (fs::is_directory(status)) throw Error(ErrorKind::input, "Can't write '" + path + "': it is a directory.");
   if (fs::exists(status) && !fs::is_regular_file(status))
-    throw Error(kBadInput, "Can't write '" + path + "': it is not a regular file.");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': it is not a regular file.");
   if (fs::exists(fs::symlink_status(named, error)) && !force) throw NewFile::exists(named);
   if (fs::is_symlink(fs::symlink_status(path, error)))
-    throw Error(kBadInput, "Can't write '" + named + "': its links lead nowhere.");
+    throw Error(ErrorKind::input, "Can't write '" + named + "': its links lead nowhere.");
   if (fs::path(path).filename().string().size() > kLongestName)
-    throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(ENAMETOOLONG) + ".");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': " + std::strerror(ENAMETOOLONG) + ".");
   auto parent = fs::path(path).parent_path();
   if (parent.empty()) parent = ".";
   if (!fs::is_directory(parent, error))
-    throw Error(kBadInput, "Can't write '" + path + "': there is no directory '" + parent.string() + "'.");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': there is no directory '" + parent.string() + "'.");
   if (access(parent.c_str(), W_OK) != 0)
-    throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(errno) + ".");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': " + std::strerror(errno) + ".");
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -315,10 +315,10 @@ PendingModel::PendingModel(const torch::jit::Module& module, const std::map<std:
   torch::jit::ExportModule(module, write, extra);
   file_->sync();
   if (fs::file_size(file_->name()) != file_->written())
-    throw Error(kBadInput, "Can't write '" + path + "': the file system lost some of it.");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': the file system lost some of it.");
   auto archive = read_archive(file_->name());
   if (!archive.has("constants.pkl") || !archive.has("data.pkl"))
-    throw Error(kBadInput, "Can't write '" + path + "': it reads back incomplete.");
+    throw Error(ErrorKind::input, "Can't write '" + path + "': it reads back incomplete.");
 }
 
 PendingModel::~PendingModel() = default;
@@ -348,7 +348,7 @@ void save_text(const std::string& text, const std::string& path) {
     }
     int failure = errno;
     if (fd >= 0) close(fd);
-    if (!good) throw Error(kBadInput, "Can't write '" + path + "': " + std::strerror(failure) + ".");
+    if (!good) throw Error(ErrorKind::input, "Can't write '" + path + "': " + std::strerror(failure) + ".");
     return;
   }
   check_output(path, true);

@@ -15,15 +15,16 @@ struct ModelFile {
 };
 
 // Loads a TorchScript file. `device` may be "meta": structure without weights.
-// Throws Error(kBadInput) with one sentence for: no such file, a directory, not a zip, a truncated zip, a state_dict or
-// pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, asks for --ops).
+// Throws Error(ErrorKind::input) with one sentence for: no such file, a directory, not a zip, a truncated zip, a
+// state_dict or pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, asks
+// for --ops).
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
 
 // A module and its extra files, written to a temporary file beside `path`, synced and its directory read back. It can
 // be loaded from temporary() and looked at; commit() renames it to `path`, and without that it is removed. An existing
 // file is refused unless `force`. Nothing at `path` changes when anything fails (full disk, no permission). Throws
-// Error(kBadInput), Error(kUsage) for a file that exists. Tensors are written one by one: no second copy of the module
-// is held.
+// Error(ErrorKind::input), Error(ErrorKind::request) for a file that exists. Tensors are written one by one: no second
+// copy of the module is held.
 class PendingModel {
  public:
   PendingModel(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
@@ -45,7 +46,8 @@ void save_model(const torch::jit::Module& module, const std::map<std::string, st
                 const std::string& path, bool force);
 
 // What save_model checks before it begins, for those who want to know before a long computation: that `path` can be
-// made, and that nothing is there unless `force`. Throws Error(kBadInput), Error(kUsage) for a file that exists.
+// made, and that nothing is there unless `force`. Throws Error(ErrorKind::input), Error(ErrorKind::request) for a file
+// that exists.
 void check_output(const std::string& path, bool force);
 
 // True where both names lead to the same existing file, through links too.

@@ -54,9 +54,9 @@ std::string open_with_needs(const fs::path& path) {
 
 void load_op_library(const std::string& path) {
   std::error_code error;
-  if (!fs::is_regular_file(path, error)) throw Error(kBadInput, "There is no op library '" + path + "'.");
+  if (!fs::is_regular_file(path, error)) throw Error(ErrorKind::input, "There is no op library '" + path + "'.");
   if (auto why = open_with_needs(path); !why.empty())
-    throw Error(kBadInput, "Can't load the op library '" + path + "': " + why + ".");
+    throw Error(ErrorKind::input, "Can't load the op library '" + path + "': " + why + ".");
 }
 
 bool load_op_package(const std::string& package) {

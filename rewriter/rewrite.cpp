@@ -81,15 +81,15 @@ static void install(const c10::ClassTypePtr& type, const std::string& method, co
   function->clear_optimized_graphs();
 }
 
-// Throws Error(kUsage) where a method can't be put under autocast.
+// Throws Error(ErrorKind::request) where a method can't be put under autocast.
 static void check_autocast(const Module& module, const std::string& method) {
   GraphFunction* function = graph_function(module.type()->findMethod(method));
-  if (!function) throw Error(kUsage, fmt::format("there is no method '{}' to run under autocast", method));
+  if (!function) throw Error(ErrorKind::request, fmt::format("there is no method '{}' to run under autocast", method));
   Scopes scopes;
   const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
   for (const auto& [n, place] : view.places)
     if (borders_autocast(n))
-      throw Error(kUsage,
+      throw Error(ErrorKind::request,
                   fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
                               "autocast: leave --amp out, or take the block out of the model",
                               method,
@@ -144,7 +144,7 @@ bool restore(Module& module) {
         GraphFunction* kept = graph_function(c.type->findMethod(name));
         if (!live || !kept)
           throw Error(
-              kBadInput,
+              ErrorKind::input,
               fmt::format("{} keeps the original of a method that it no longer has ({}); the file can't be restored",
                           c.type->name()->qualifiedName(), name));
         replace_body(*live->graph(), *kept->graph()->copy());
@@ -178,8 +178,8 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
     for (const std::string& name : *list)
       if (std::find(names.begin(), names.end(), name) == names.end()) {
         const std::string near = nearest(name, names);
-        throw Error(kUsage, fmt::format("there is no pattern '{}'{}; 'tsmem patterns' lists them", name,
-                                        near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
+        throw Error(ErrorKind::request, fmt::format("there is no pattern '{}'{}; 'tsmem patterns' lists them", name,
+                                                    near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
       }
   std::vector<const Pattern*> chosen;
   for (const Pattern& p : all_patterns()) {
@@ -243,7 +243,8 @@ void set_requires_grad(Module& module, const RewriteOptions& o) {
         if (p.value.is_floating_point() || p.value.is_complex()) p.value.set_requires_grad(on);
       }
       if (count == 0)
-        throw Error(kUsage, fmt::format("no parameter matches {} '{}'; 'tsmem inspect' lists them", option, glob));
+        throw Error(ErrorKind::request,
+                    fmt::format("no parameter matches {} '{}'; 'tsmem inspect' lists them", option, glob));
     }
   };
   apply(o.freeze, false, "--freeze");
@@ -368,7 +369,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     if (!module.find_method(options.method)) {
       std::vector<std::string> names;
       for (const auto& m : module.get_methods()) names.push_back(m.name());
-      throw Error(kUsage,
+      throw Error(ErrorKind::request,
                   fmt::format("the model has no method '{}'; it has: {}", options.method, fmt::join(names, ", ")));
     }
     wanted = reachable({{module.type().get(), options.method}});
@@ -377,7 +378,8 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     bool any = false;
     for (const ModuleClass& c : classes)
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
-    if (!any) throw Error(kUsage, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
+    if (!any)
+      throw Error(ErrorKind::request, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
   }
   const std::set<std::string> checkpointed = checkpointed_paths(classes, options.checkpoint);
   std::set<Method> in_autocast;
@@ -510,10 +512,11 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
               !is_checkpointed(checkpointed, c, scope->second->path))
             return false;
           if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
-            throw Error(kUsage, fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
-                                            "later ({}), so it can't be run again",
-                                            join_path(c.paths.front(), scope->second->path), call->s(attr::name),
-                                            written->second));
+            throw Error(
+                ErrorKind::request,
+                fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                            "later ({}), so it can't be run again",
+                            join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
           return true;
         });
       if (changed || !result.checkpoints.empty()) result.body = body.graph;

@@ -166,7 +166,7 @@ TEST(Diff, UnknownMethod) {
     diff(m, m, "forwrad");
     FAIL();
   } catch (const Error& e) {
-    EXPECT_EQ(e.code, kUsage);
+    EXPECT_EQ(e.kind, ErrorKind::request);
     EXPECT_NE(std::string(e.what()).find("'forward'"), std::string::npos);
   }
 }

@@ -24,13 +24,13 @@ struct OneThread : ::testing::Environment {
 };
 const auto* const one_thread = ::testing::AddGlobalTestEnvironment(new OneThread);
 
-std::pair<std::string, int> failure(const std::function<void()>& f) {
+std::pair<std::string, std::optional<ErrorKind>> failure(const std::function<void()>& f) {
   try {
     f();
   } catch (const Error& e) {
-    return {e.what(), e.code};
+    return {e.what(), e.kind};
   }
-  return {"", 0};
+  return {};
 }
 
 // Modules from Python have this attribute.
@@ -311,21 +311,21 @@ def ints(self, x):
   return torch.ones([2], dtype=4)
 )");
   auto [text, code] = failure([&] { profile(m, {at::ones({3})}, {}); });
-  EXPECT_EQ(code, kBadInput);
+  EXPECT_EQ(code, ErrorKind::input);
   EXPECT_NE(text.find("forward fails with these inputs"), std::string::npos) << text;
   EXPECT_NE(text.find("wants two rows"), std::string::npos) << text;
   EXPECT_EQ(text.find('\n'), std::string::npos);
   ProfileOptions o;
   o.method = "ints";
   std::tie(text, code) = failure([&] { profile(m, {at::ones({3})}, o); });
-  EXPECT_EQ(code, kBadInput);
+  EXPECT_EQ(code, ErrorKind::input);
   EXPECT_NE(text.find("no floating-point tensor"), std::string::npos) << text;
   o.method = "nothing";
-  EXPECT_EQ(failure([&] { profile(m, {at::ones({3})}, o); }).second, kUsage);
-  EXPECT_EQ(failure([&] { profile(m, {}, {}); }).second, kBadInput);
+  EXPECT_EQ(failure([&] { profile(m, {at::ones({3})}, o); }).second, ErrorKind::request);
+  EXPECT_EQ(failure([&] { profile(m, {}, {}); }).second, ErrorKind::input);
   auto n = net();
   std::tie(text, code) = failure([&] { profile(n, {at::ones({2, 5, 4, 4})}, {}); });
-  EXPECT_EQ(code, kBadInput);
+  EXPECT_EQ(code, ErrorKind::input);
   EXPECT_NE(text.find("channels"), std::string::npos) << text;
 }
 

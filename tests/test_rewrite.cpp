@@ -539,7 +539,7 @@ TEST(Rewrite, UnknownNamesEndInASentence) {
     try {
       rewrite(m, o);
     } catch (const tsmem::Error& e) {
-      EXPECT_EQ(e.code, tsmem::kUsage);
+      EXPECT_EQ(e.kind, tsmem::ErrorKind::request);
       return std::string(e.what());
     }
     return std::string("no error");

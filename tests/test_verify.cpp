@@ -241,7 +241,7 @@ TEST(Verify, FirstModelNeverRuns) {
     verify(net(), net(), {at::ones({2, 5, 8, 8})}, quick());
     FAIL();
   } catch (const Error& e) {
-    EXPECT_EQ(e.code, kBadInput);
+    EXPECT_EQ(e.kind, ErrorKind::input);
     EXPECT_NE(std::string(e.what()).find("The first model's forward fails"), std::string::npos) << e.what();
     EXPECT_NE(std::string(e.what()).find("channels"), std::string::npos) << e.what();
   }

@@ -204,8 +204,8 @@ void check_method(const std::string& method, const std::vector<Pair>& pairs) {
       for (Function* f : functions_of(type)) known.insert(f->name());
   if (known.count(method)) return;
   auto near = nearest(method, {known.begin(), known.end()});
-  throw Error(kUsage, "Neither model has a method '" + method + "'" +
-                          (near.empty() ? "" : " (did you mean '" + near + "'?)") + ".");
+  throw Error(ErrorKind::request, "Neither model has a method '" + method + "'" +
+                                      (near.empty() ? "" : " (did you mean '" + near + "'?)") + ".");
 }
 
 }  // namespace

@@ -65,8 +65,9 @@ bool TrainingStep::run(StepObserver& observer) {
     generator.set_current_seed(s.options.seed);
   }
   auto named = [&](const char* phase, const std::exception& e) {
-    return Error(kBadInput, fmt::format("The model's {} fails with these inputs: {}",
-                                        phase == std::string("forward") ? s.options.method : phase, sentence(e)));
+    return Error(ErrorKind::input,
+                 fmt::format("The model's {} fails with these inputs: {}",
+                             phase == std::string("forward") ? s.options.method : phase, sentence(e)));
   };
   synchronize(s.device);
   observer.started();
@@ -84,7 +85,7 @@ bool TrainingStep::run(StepObserver& observer) {
   auto floating = floating_tensors(output);
   if (floating.empty())
     throw Error(
-        kBadInput,
+        ErrorKind::input,
         fmt::format("The model's {} returns no floating-point tensor, so there is nothing to run backward from.",
                     s.options.method));
   bool same = s.random.size() == floating.size();

@@ -7,15 +7,9 @@
 #include <string>
 #include <vector>
 
-namespace tsmem {
+#include "tsmem/profile.h"
 
-struct StepOptions {
-  std::string method = "forward";
-  std::string device = "cpu";
-  bool train = true;
-  bool input_grad = false;  // floating-point inputs need a gradient too
-  uint64_t seed = 0;
-};
+namespace tsmem {
 
 // Is told about the phases of a TrainingStep.
 struct StepObserver {
@@ -31,12 +25,12 @@ struct StepObserver {
 // beforehand, and the module's state is put back at the end (StateGuard). The first call of `run` draws them.
 class TrainingStep {
  public:
-  // Throws Error(kUsage) for an unknown method or device.
+  // Throws Error(ErrorKind::request) for an unknown method or device.
   TrainingStep(torch::jit::Module& module, const std::vector<c10::IValue>& inputs, const StepOptions& options);
   ~TrainingStep();
 
-  // Returns whether there was a backward. Throws Error(kBadInput) when the model raises, with its message, or returns
-  // no floating-point tensor.
+  // Returns whether there was a backward. Throws Error(ErrorKind::input) when the model raises, with its message, or
+  // returns no floating-point tensor.
   bool run(StepObserver& observer);
   bool run() {
     StepObserver none;

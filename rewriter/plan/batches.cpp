@@ -41,7 +41,7 @@ Batches batches_through(int64_t batch, const StepMemory& needed, int64_t other_b
 int64_t batch_of(const std::vector<c10::IValue>& inputs) {
   const auto tensors = all_tensors(c10::ivalue::Tuple::create(inputs));
   if (tensors.empty() || tensors[0].dim() == 0 || tensors[0].size(0) == 0)
-    throw Error(kBadInput, "The input's first tensor has no batch, so there is no batch size to change.");
+    throw Error(ErrorKind::input, "The input's first tensor has no batch, so there is no batch size to change.");
   return tensors[0].size(0);
 }
 

@@ -21,7 +21,7 @@ struct Batches {
 
 Batches batches_through(int64_t batch, const StepMemory& needed, int64_t other_batch, const StepMemory& other_needed);
 
-// The batch of some inputs: dimension 0 of the first tensor. Throws Error(kBadInput) where there is none.
+// The batch of some inputs: dimension 0 of the first tensor. Throws Error(ErrorKind::input) where there is none.
 int64_t batch_of(const std::vector<c10::IValue>& inputs);
 
 // The inputs with a batch of another size in every tensor that has the first one's.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "rewriter/plan/step_model.h"
+#include "tsmem/plan.h"
 
 namespace tsmem {
 
@@ -12,11 +13,6 @@ struct PlanChoice {
   std::vector<bool> recomputed;  // of every site
   double gap = 0;                // the choice is at most this fraction of a step slower than the best, by the model
   bool solved = false;           // by the solver; else the greedy one
-};
-
-struct SolverLimits {
-  double seconds = 0;  // of one solve; 0: 2 s, and more for large programs and the smallest peak
-  double gap = 0.005;  // how far from the best it may end, as a fraction of a step's seconds
 };
 
 // The choice with the least predicted seconds whose predicted peak is at most `budget` bytes. Nothing where the solver

@@ -35,10 +35,11 @@ static StepOptions step_options(const PlanOptions& options) {
 static Error not_estimated(const Error& e) {
   const std::string text = e.what();
   const auto end = text.find(": attempted to run this operator with Meta"), begin = text.rfind("aten::", end);
-  return Error(kBadInput, fmt::format("This model can't be estimated from shapes alone ({}); leave --estimate out.",
-                                      end == std::string::npos || begin == std::string::npos
-                                          ? text
-                                          : text.substr(begin, end - begin) + " has no shape function"));
+  return Error(ErrorKind::input,
+               fmt::format("This model can't be estimated from shapes alone ({}); leave --estimate out.",
+                           end == std::string::npos || begin == std::string::npos
+                               ? text
+                               : text.substr(begin, end - begin) + " has no shape function"));
 }
 
 struct Planner::Impl {
@@ -49,6 +50,7 @@ struct Planner::Impl {
     double seconds;  // predicted
   };
 
+  std::shared_ptr<const void> on_meta;  // with estimates
   Module module;
   std::vector<c10::IValue> inputs;
   PlanOptions options;
@@ -125,10 +127,11 @@ PlanPoint Planner::Impl::point(const Measured& m, int64_t budget, double gap) co
 
 Planner::Planner(Module& original, Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
                  const PlanOptions& options) {
-  if (options.estimate) count_meta_allocations();
+  auto on_meta = options.estimate ? estimate_on_meta() : nullptr;
   const StepOptions run = step_options(options);
   TrainingStep original_step(original, inputs, run);
-  impl_.reset(new Impl{module, inputs, options, TrialStep(module, std::move(sites), inputs, run), {}, {}});
+  impl_.reset(
+      new Impl{std::move(on_meta), module, inputs, options, TrialStep(module, std::move(sites), inputs, run), {}, {}});
   try {
     impl_->base = measure(impl_->trial, original_step, {options.device, options.estimate, options.progress});
   } catch (const Error& e) {
@@ -184,7 +187,7 @@ PlanPoint Planner::plan(int64_t budget) {
   if (const Impl::Measured* m = impl_->best(budget)) return impl_->point(*m, budget, gap);
   const PlanPoint least = smallest();
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
-  throw Error(kBudget,
+  throw Error(ErrorKind::budget,
               fmt::format("No plan was found whose peak is at most {:.1f} MiB; the smallest possible budget is "
                           "{:.1f} MiB ({} bytes).",
                           static_cast<double>(budget) / kMiB,

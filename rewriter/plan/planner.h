@@ -17,39 +17,21 @@
 #include "rewriter/plan/batches.h"
 #include "rewriter/plan/choice.h"
 #include "rewriter/rewrite.h"
+#include "tsmem/plan.h"
 
 namespace tsmem {
-
-struct PlanOptions {
-  std::string method = "forward", device = "cpu";
-  uint64_t seed = 0;
-  bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
-  SolverLimits solver;
-  std::function<void(const std::string&)> progress;  // is told what runs now
-};
-
-// What a training step needs under one choice.
-struct PlanPoint {
-  int64_t budget = 0;                // bytes; what was asked for
-  int64_t predicted_peak_bytes = 0;  // as Profile::peak_bytes
-  double predicted_seconds = 0;      // a step, forward and backward
-  int64_t kept_bytes = 0;            // live at the end of forward, without outputs
-  double recomputed_flops = 0;       // that backward adds
-  std::vector<bool> again;           // for every site: recomputed
-  double gap = 0;                    // the choice is at most this fraction of a step slower than the program's best
-};
 
 class Planner {
  public:
   // `module` was rewritten at Level::plan, has `sites`, and has not run; `original` is what it was. Runs warm-up and
-  // measured steps of both. Throws Error(kBadInput) as TrainingStep does, Error(kUsage) for an unknown method or
-  // device.
+  // measured steps of both. Throws Error(ErrorKind::input) as TrainingStep does, Error(ErrorKind::request) for an
+  // unknown method or device.
   Planner(torch::jit::Module& original, torch::jit::Module& module, std::vector<Site> sites,
           const std::vector<c10::IValue>& inputs, const PlanOptions& options);
   ~Planner();
 
-  // The fastest choice whose peak is at most `budget` bytes. Throws Error(kBudget) with the smallest possible peak
-  // where there is none.
+  // The fastest choice whose peak is at most `budget` bytes. Throws Error(ErrorKind::budget) with the smallest possible
+  // peak where there is none.
   PlanPoint plan(int64_t budget);
 
   // The choice with the smallest peak that was found.
@@ -60,10 +42,10 @@ class Planner {
   std::vector<PlanPoint> front(int64_t largest, int count);
 
   // The peak of a step under a choice at other batch sizes, which is dimension 0 of every tensor in the input that has
-  // the first one's. From steps with the input and with a batch of `other`. Throws Error(kBadInput) where the model
-  // does not take other batch sizes.
+  // the first one's. From steps with the input and with a batch of `other`. Throws Error(ErrorKind::input) where the
+  // model does not take other batch sizes.
   Batches batches(const std::vector<bool>& recomputed, int64_t other);
-  int64_t batch() const;  // of the input; throws Error(kBadInput) where there is none
+  int64_t batch() const;  // of the input; throws Error(ErrorKind::input) where there is none
 
   struct Original {
     int64_t peak_bytes, kept_bytes;

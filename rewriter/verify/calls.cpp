@@ -49,8 +49,8 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
   // Once more after the runs that chose the inputs.
   const Outcome settled = settle(a, run, at.inputs, whole_ ? 3 : 1);
   if (!settled.error.empty())
-    throw Error(kBadInput, fmt::format("The first model's {} fails {} on a later call: {}", options_.method,
-                                       in_mode(mode), settled.error));
+    throw Error(ErrorKind::input, fmt::format("The first model's {} fails {} on a later call: {}", options_.method,
+                                              in_mode(mode), settled.error));
   const bool again = kept_[1][0].has_value() && !whole_;
   Module &a64 = runs_in(a_, mode, true), &b64 = runs_in(b_, mode, true);
   std::vector<std::unique_ptr<StateGuard>> guards;
@@ -86,8 +86,8 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
     auto inputs = vary(at.inputs, c, std::ldexp(1.0, -10), options_.seed);
     auto ra = run(a, inputs, seed), rb = run(b, inputs, seed);
     if (!ra.error.empty())
-      throw Error(kBadInput, fmt::format("The first model's {} fails on call {} {}: {}", options_.method, c + 1,
-                                         in_mode(mode), ra.error));
+      throw Error(ErrorKind::input, fmt::format("The first model's {} fails on call {} {}: {}", options_.method, c + 1,
+                                                in_mode(mode), ra.error));
     if (!rb.error.empty()) {
       raises(fmt::format("The second model's {} fails on call {} {}, where the first model's does not: {}",
                          options_.method, c + 1, in_mode(mode), rb.error));
@@ -101,8 +101,8 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
       if (!da.error.empty() && c == 0)
         narrow(da.error);
       else if (!da.error.empty())
-        throw Error(kBadInput, fmt::format("The first model's {} fails in float64 on call {} {}: {}", options_.method,
-                                           c + 1, in_mode(mode), da.error));
+        throw Error(ErrorKind::input, fmt::format("The first model's {} fails in float64 on call {} {}: {}",
+                                                  options_.method, c + 1, in_mode(mode), da.error));
     }
     const bool drawn_alike = same_random(ra, rb);
     if (!drawn_alike && !f64) {

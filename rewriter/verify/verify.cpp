@@ -110,7 +110,7 @@ void Verifier::numbers() {
     part_ = 0;
   }
   if (!ran_)
-    throw Error(kBadInput,
+    throw Error(ErrorKind::input,
                 fmt::format("The first model's {} fails with these inputs: {}", options_.method, first_error_));
   if (!r_.gradients_only_in_a.empty() || !r_.gradients_only_in_b.empty()) {
     auto& only = r_.gradients_only_in_a.empty() ? r_.gradients_only_in_b : r_.gradients_only_in_a;
@@ -139,7 +139,7 @@ std::string Verifier::verdict() const {
 VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options) {
   require_device(options.device);
   auto typed = check_inputs(a, options.method, inputs);
-  if (!options.train_mode && !options.eval_mode) throw Error(kUsage, "There is no mode to verify in.");
+  if (!options.train_mode && !options.eval_mode) throw Error(ErrorKind::request, "There is no mode to verify in.");
   VerifyResult result;
   on_users_values("The models can't be compared on these inputs", [&] {
     const auto started = Clock::now();

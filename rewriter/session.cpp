@@ -1,0 +1,189 @@
+#include "tsmem/session.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "rewriter/in_memory.h"
+#include "rewriter/inputs.h"
+#include "rewriter/measure/freed_memory.h"
+#include "rewriter/model_file.h"
+#include "rewriter/plan/fit.h"
+#include "rewriter/plan/milp.h"
+#include "rewriter/plan/planner.h"
+#include "rewriter/plan/size.h"
+#include "rewriter/report_json.h"
+#include "rewriter/rewrite.h"
+#include "rewriter/text.h"
+
+namespace tsmem {
+namespace {
+
+using torch::jit::Module;
+
+bool matches_any(const std::vector<std::string>& globs, const std::string& name) {
+  return std::any_of(globs.begin(), globs.end(), [&](const auto& glob) { return glob_covers(glob, name); });
+}
+
+// Gives the original the flags that freeze and train asked for: they are no difference.
+void take_flags(const Module& original, const Module& rewritten, const RewriteOptions& options) {
+  std::map<std::string, bool> flags;
+  for (const auto& p : rewritten.named_parameters()) flags[p.name] = p.value.requires_grad();
+  for (const auto& p : original.named_parameters())
+    if ((matches_any(options.freeze, p.name) || matches_any(options.train, p.name)) && flags.count(p.name))
+      p.value.set_requires_grad(flags[p.name]);
+}
+
+OriginalStep original_step(const Planner& planner) {
+  const auto original = planner.original();
+  return {original.peak_bytes, original.kept_bytes, original.seconds};
+}
+
+}  // namespace
+
+struct Session::Impl {
+  std::string path;              // empty: of a module in memory
+  std::optional<Module> source;  // that module
+  ModelFile file;                // what is rewritten
+  RewriteOptions options;
+  std::optional<Module> original;  // that has run, or may: on `original_device`
+  std::string original_device;
+  std::unique_ptr<PendingModel> pending;
+
+  Module again(const std::string& device) const {
+    return source ? copy_in_memory(*source, device) : load_model(path, device).module;
+  }
+  // The model as it was given.
+  Module& original_on(const std::string& device) {
+    if (!original || original_device != device) {
+      original.reset();
+      original = again(device);
+      original_device = device;
+    }
+    return *original;
+  }
+  // What is to be compared with it.
+  Module result_on(const std::string& device) const {
+    return pending ? load_model(pending->temporary(), device).module : copy_in_memory(file.module, device);
+  }
+  void describe(const RewriteReport& report, const ChosenPlan* plan) {
+    file.extra_files["tsmem.json"] =
+        about_json(options, report, plan).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  }
+
+  // A module that has run can't be rewritten any more, and the file's stays on the device that its tensors name: so
+  // copies run.
+  struct Planned {
+    RewriteReport report;
+    std::unique_ptr<Planner> planner;
+  };
+  Planned planned(const std::vector<c10::IValue>& inputs, PlanOptions how) {
+    how.device = how.estimate ? "meta" : how.device;
+    options.level = Level::plan;
+    tsmem::restore(file.module);
+    Planned p{tsmem::rewrite(file.module, options), nullptr};
+    Module running = file.module;
+    auto sites = p.report.sites;
+    if (how.device != "cpu") {
+      running = again(how.device);
+      tsmem::restore(running);
+      sites = tsmem::rewrite(running, options).sites;
+    }
+    Module before = original_on(how.device);
+    if (is_rewritten(before)) {
+      before = again(how.device);
+      tsmem::restore(before);
+    }
+    p.planner = std::make_unique<Planner>(before, running, std::move(sites), inputs, how);
+    return p;
+  }
+};
+
+Session::Session(const std::string& path) : impl_(std::make_unique<Impl>()) {
+  impl_->path = path;
+  impl_->file = load_model(path);
+}
+
+Session::Session(const Module& module) : impl_(std::make_unique<Impl>()) {
+  impl_->source = module;
+  impl_->file.module = copy_in_memory(module);
+}
+
+Session::Session(Session&&) noexcept = default;
+Session::~Session() = default;
+
+const Module& Session::module() const { return impl_->file.module; }
+
+RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
+  impl_->options = options;
+  tsmem::restore(impl_->file.module);  // a rewrite starts from the originals, a dry run too
+  RewriteReport report = tsmem::rewrite(impl_->file.module, options, dry_run);
+  impl_->describe(report, nullptr);
+  return report;
+}
+
+PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IValue>& inputs,
+                             const PlanRequest& request) {
+  const KeepFreedMemory keep;
+  impl_->options = std::move(options);
+  auto [report, planner] = impl_->planned(inputs, request.how);
+  ChosenPlan plan;
+  plan.original = original_step(*planner);
+  plan.point = request.budget.empty() ? planner->smallest()
+                                      : planner->plan(parse_size(request.budget, "--budget", plan.original.peak_bytes));
+  for (size_t s = 0; s < report.sites.size(); ++s)
+    if (const Site& site = report.sites[s]; site.dear && plan.point.again[s])
+      plan.run_again.push_back({site.module, site.op});
+  plan.solver = solver_name();
+  plan.solve_seconds = planner->solve_seconds();
+  if (!request.fit.empty() || !request.batch_sizes.empty())
+    plan.batches = batch_memory(*planner, plan.point, impl_->file.module, inputs, request);
+  planner.reset();  // puts the module's state back
+  set_choice(impl_->file.module, report.sites, plan.point.again);
+  impl_->describe(report, &plan);
+  return {std::move(report), std::move(plan)};
+}
+
+PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>& inputs, const PlanOptions& how,
+                         int count) {
+  const KeepFreedMemory keep;
+  impl_->options = std::move(options);
+  const auto planner = impl_->planned(inputs, how).planner;
+  const auto original = original_step(*planner);
+  PlanFront front{planner->front(original.peak_bytes, count), original, solver_name(), 0, 0};
+  front.solve_seconds = planner->solve_seconds();
+  front.solves = planner->solves();
+  return front;
+}
+
+void Session::restore() {
+  if (!tsmem::restore(impl_->file.module))
+    throw Error(ErrorKind::input, (impl_->path.empty() ? "The module" : "'" + impl_->path + "'") +
+                                      " has nothing to restore: tsmem did not write it.");
+  impl_->file.extra_files.erase("tsmem.json");
+}
+
+void Session::write(const std::string& path, bool replace) {
+  impl_->pending = std::make_unique<PendingModel>(impl_->file.module, impl_->file.extra_files, path, replace);
+  impl_->file.module = Module();  // its weights are not needed beside the two that are compared
+}
+
+void Session::commit() { impl_->pending->commit(); }
+
+std::vector<std::string> Session::structure_differences(const std::string& device) {
+  Module& original = impl_->original_on(device);
+  const Module result = impl_->result_on(device);
+  take_flags(original, result, impl_->options);
+  return tsmem::structure_differences(original, result);
+}
+
+VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& options) {
+  const KeepFreedMemory keep;
+  Module& original = impl_->original_on(options.device);
+  const Module result = impl_->result_on(options.device);
+  take_flags(original, result, impl_->options);
+  return tsmem::verify(original, result, check_inputs(original, options.method, inputs), options);
+}
+
+}  // namespace tsmem
