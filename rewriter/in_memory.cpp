@@ -23,9 +23,13 @@ std::vector<at::Tensor> tensors_of(const Module& module) {
   return tensors;
 }
 
+// In the CPU's memory, from where PyTorch's reader moves each tensor to its device.
 c10::Storage copy_of(const c10::Storage& storage) {
   const at::NoGradGuard no_grad;
-  return at::empty({0}, at::TensorOptions(at::kByte).device(storage.device())).set_(storage).clone().storage();
+  const at::Tensor copy = at::empty({static_cast<int64_t>(storage.nbytes())}, at::kByte);
+  if (storage.device_type() != c10::DeviceType::Meta)
+    copy.copy_(at::empty({0}, at::TensorOptions(at::kByte).device(storage.device())).set_(storage));
+  return copy.storage();
 }
 
 }  // namespace
@@ -47,7 +51,7 @@ Module copy_in_memory(const Module& module, const std::string& device) {
         storages->addStorage(std::to_string(known.getOrAddStorage(t.storage())) + ".storage", copy_of(t.storage()));
     Module source = module;
     serializer.serialize_unified_format(source, 0);
-    serializer.writeFiles(".data/ts_code/");
+    serializer.writeFiles(".data/ts_code/code/");
     writer.writeEndOfFile();
   }
   std::optional<c10::Device> where;

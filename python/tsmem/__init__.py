@@ -8,7 +8,8 @@ from ._library import library_path, load as _load
 
 _load()
 
-from ._tool import restore, rewrite, tool_path  # noqa: E402  (nothing else is of use without the operators)
+from ._session import diff, plan, profile, restore, rewrite, verify  # noqa: E402  (nothing is of use without the operators)
+from ._tool import tool_path  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["Error", "library_path", "restore", "rewrite", "tool_path", "__version__"]
+__all__ = ["Error", "diff", "library_path", "plan", "profile", "restore", "rewrite", "tool_path", "verify", "__version__"]

@@ -1,0 +1,125 @@
+"""Rewriting, verifying, measuring and planning in this process: no other program, no file."""
+import json
+import os
+from typing import Any, Dict, Tuple
+
+import torch
+
+from ._error import Error
+from ._library import library_path
+
+_EXIT_CODES = {"different": 1, "request": 2, "input": 3, "budget": 4, "bug": 70}
+Report = Dict[str, Any]
+
+
+def _library() -> Any:
+    """The operators of libtsmem.so, which lies beside the op library."""
+    if not any(name.startswith("tsmem_session::") for name in torch._C._dispatch_get_all_op_names()):
+        path = os.path.join(os.path.dirname(library_path()), "libtsmem.so")
+        if not os.path.isfile(path):
+            raise Error(f"{path} does not exist: install the package with pip, or run 'make build' in its source tree.")
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            raise Error(f"{path} can't be loaded: {error}") from error
+    return torch.ops.tsmem_session
+
+
+def _scripted(module: Any) -> Any:
+    if isinstance(module, torch.jit.ScriptModule):
+        return module._c
+    what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"a {type(module).__name__}"
+    raise Error(f"{what} was given; tsmem takes TorchScript: pass torch.jit.script(model), or torch.jit.trace(model, example).", 2)
+
+
+def _split(options: Dict[str, Any]) -> Tuple[Any, str]:
+    """Example arguments (a tensor, or a tuple of all arguments) apart from the options, in which `input` may also be a SPEC or a list of them."""
+    options = dict(options)
+    given = options.get("input")
+    examples = None
+    if given is not None and not isinstance(given, str) and not (isinstance(given, list) and given and all(isinstance(v, str) for v in given)):
+        del options["input"]
+        examples = given if isinstance(given, tuple) else (given,)
+    try:
+        return examples, json.dumps(options, default=list)
+    except TypeError as error:
+        raise Error(f"an option has a value of a type that it can't have: {error}.", 2) from None
+
+
+def _report(text: str) -> Any:
+    report = json.loads(text)
+    if isinstance(report, dict) and "error" in report and "kind" in report:
+        raise Error(report["error"], _EXIT_CODES[report["kind"]])
+    return report
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    # What runs a model draws random numbers; the caller's go on as if nothing had been.
+    with torch.random.fork_rng():
+        try:
+            return getattr(_library(), name)(*arguments)
+        except RuntimeError as error:
+            if "Expected" not in str(error) and "type" not in str(error):
+                raise
+            raise Error(f"the example arguments can't be handed to TorchScript: {str(error).splitlines()[0]}", 2) from None
+
+
+def _wrapped(module: Any) -> torch.jit.ScriptModule:
+    return torch.jit._recursive.wrap_cpp_module(module)
+
+
+def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptModule:
+    """The same model with memory-efficient operators, as a new module; `module` stays as it is, and they share nothing.
+
+    Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
+    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], seed=..., device=.... A list repeats the option, True sets a
+    flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
+    verified too.
+
+    Make the optimizer from the new module's parameters. Parameters, buffers, their devices, requires_grad and the training flags are the
+    module's. Raises tsmem.Error with one sentence; its `exit_code` is the tool's.
+    """
+    examples, text = _split(options)
+    new, report = _call("rewrite", _scripted(module), examples, text)
+    _report(report)
+    return _wrapped(new)
+
+
+def restore(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """The module with PyTorch's operators again, with the weights that it has now, as a new module. Raises tsmem.Error where it was not rewritten."""
+    new, report = _call("restore", _scripted(module))
+    _report(report)
+    return _wrapped(new)
+
+
+def verify(a: torch.jit.ScriptModule, b: torch.jit.ScriptModule, **options: Any) -> Report:
+    """Compares two modules as `tsmem verify` does: state, structure, and the numbers for `input` over several calls.
+
+    Options: input (as for rewrite), calls, seeds, train, eval, thorough, no_measure, method, device, seed. Returns what `tsmem verify --json`
+    writes; its "equal" is the answer. Both modules stay as they are. Raises tsmem.Error where the input does not fit or `a` can't run.
+    """
+    examples, text = _split(options)
+    return _report(_call("verify", _scripted(a), _scripted(b), examples, text))
+
+
+def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
+    """Memory (bytes) and time (seconds) of a training step, as `tsmem profile --json` writes them.
+
+    Options: input (as for rewrite), eval, input_grad, steps, warmup, method, device, seed. Raises tsmem.Error where the model can't run.
+    """
+    examples, text = _split(options)
+    return _report(_call("profile", _scripted(module), examples, text))
+
+
+def plan(module: torch.jit.ScriptModule, **options: Any) -> Report:
+    """Peak memory (bytes) against step time (seconds) for every budget, as `tsmem plan --json` writes them.
+
+    Options: input (as for rewrite), points, amp, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.
+    """
+    examples, text = _split(options)
+    return _report(_call("plan", _scripted(module), examples, text))
+
+
+def diff(a: torch.jit.ScriptModule, b: torch.jit.ScriptModule, **options: Any) -> Report:
+    """What differs between two modules' graphs, as `tsmem diff --format json` prints it. Option: method."""
+    return _report(_call("diff", _scripted(a), _scripted(b), _split(options)[1]))
