@@ -34,8 +34,8 @@ Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act,
   return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
 }
 
-// The strides of a new result of PyTorch's operator: x's, but those of a new tensor where dimensions of one element leave
-// a choice (TensorIterator.cpp, fast_set_up; at::hardtanh makes its result like x). x is dense.
+// The strides of a new result of PyTorch's operator: x's, but those of a new tensor where dimensions of one element
+// leave a choice (TensorIterator.cpp, fast_set_up; at::hardtanh makes its result like x). x is dense.
 c10::DimVector strides_of_new(const Tensor& x, const Act& act) {
   if (act.kind == ActKind::hardtanh) return c10::DimVector(x.strides());
   if (x.is_contiguous()) return c10::contiguous_strides(x.sizes());
@@ -183,7 +183,8 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
 }  // namespace
 
 void register_act(torch::Library& m) {
-  m.def("act(Tensor self, str act, float[] act_args, int recompute=0, bool act_in_place=False) -> Tensor", TORCH_FN(act));
+  m.def("act(Tensor self, str act, float[] act_args, int recompute=0, bool act_in_place=False) -> Tensor",
+        TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");

@@ -52,7 +52,8 @@ bool same_in_place(const at::Tensor& target, const at::Tensor& other);
 
 // `made`, which nobody else holds yet, with these strides, as an in-place operator would have left its target's. Where
 // only dimensions of one element differ no element moves; what picks a memory format later may go by those, too.
-// Returns a copy where elements must move, and `made` itself under transforms and modes that track strides on their own.
+// Returns a copy where elements must move, and `made` itself under transforms and modes that track strides on their
+// own.
 at::Tensor in_strides(const at::Tensor& made, at::IntArrayRef strides);
 
 // `made` from two operands, with the strides of the one that the original overwrites.

@@ -55,7 +55,28 @@ def files(prefix, tmp_path_factory):
 
 def test_installed_layout(prefix):
     names = {str(p.relative_to(prefix)) for p in prefix.rglob("*")}
-    assert {"bin/tsmem", "lib/libtsmem_ops.so", "lib/cmake/tsmem/tsmemConfig.cmake"} <= names
+    assert {"bin/tsmem", "lib/libtsmem_ops.so", "lib/libtsmem.so", "include/tsmem/session.h", "lib/cmake/tsmem/tsmemConfig.cmake"} <= names
+
+
+def test_rewriting_in_a_program_of_ones_own(programs, files, prefix, tmp_path):
+    """find_package gives tsmem::tsmem; the file is the tool's, and nothing is left where something is wrong."""
+    new = tmp_path / "new.pt"
+    text = output(run(programs / "rewrite", files[0], new))
+    assert re.search(r"\d+ matches; .*\nsaved for backward: \d+ of \d+ bytes", text), text
+    assert run(prefix / "bin" / "tsmem", "diff", files[1], new).returncode == 0
+    done = run(programs / "rewrite", files[0], new)
+    assert done.returncode == 2 and "exists already" in done.stderr and done.stderr.count("\n") == 1
+    done = run(programs / "rewrite", tmp_path / "none.pt", tmp_path / "other.pt")
+    assert done.returncode == 3 and "none.pt" in done.stderr and list(tmp_path.iterdir()) == [new]
+
+
+def test_public_headers_stand_alone(prefix, tmp_path):
+    """Each compiles by itself, against what is installed."""
+    torch_include = Path(torch.__file__).parent / "include"
+    for header in sorted((prefix / "include" / "tsmem").iterdir()):
+        done = run("c++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", prefix / "include", "-I", torch_include,
+                   "-I", torch_include / "torch/csrc/api/include", header)
+        assert done.returncode == 0, done.stderr
 
 
 def test_linker_keeps_the_library(programs):
