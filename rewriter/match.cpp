@@ -277,6 +277,9 @@ class Matcher {
         const bool swapped = a.ops[i].inputs[0] != a.nodes[i]->input(0);
         found.in_place = a.ops[i].in_place ? (swapped ? 2 : 1) : (swapped ? 3 : 0);
       }
+      // Whether anything uses its result or not: it draws.
+      if (a.ops[i].in_place && is_dropout(Symbol::aten(a.ops[i].name)) && a.nodes[i]->input(0)->uses().size() > 1)
+        found.draws_for_others = true;
       taken_.insert(a.nodes[i]);
       found.nodes.push_back(view_.places.at(a.nodes[i]));
       found.scope = i == 0 ? found.nodes[0].scope : common_scope(found.scope, found.nodes[i].scope);

@@ -193,6 +193,34 @@ class UnusedDropout(nn.Module):
         return self.dropout(self.conv(x))
 
 
+class DropoutInPlaceOfWhatIsUsed(nn.Module):
+    """Its result is not used, but it writes to a tensor of which something else is asked: it draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        v = self.conv(x)
+        if v.requires_grad:
+            unused = torch.dropout_(v, 0.3, self.training).clone()
+            y = x * 2.0
+        else:
+            y = v
+        return y + 1.0
+
+
+class DropoutInPlaceOfWhatIsNotUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        unused = torch.dropout_(self.conv(x), 0.3, self.training).clone()
+        both = torch.dropout_(self.conv(x), 0.3, self.training)
+        return x * 2.0 + both
+
+
 class DropoutBesideSqueeze(nn.Module):
     """LibTorch's pass that groups what it differentiates throws for this graph."""
 
@@ -515,7 +543,7 @@ PROGRAMS = [
     LoopWritesToAPiece,
     WritesThroughAView,
     CallerWritesToAResidualLater,
-    UnusedDropout,
+    UnusedDropout, DropoutInPlaceOfWhatIsUsed, DropoutInPlaceOfWhatIsNotUsed,
     DropoutBesideSqueeze,
     DropoutAmongSqueezes,
     WritesToWhatACallReturned,
