@@ -6,13 +6,24 @@ namespace tsmem {
 // Ops whose backward needs no more than sizes.
 Pattern shape_only() {
   Pattern p{.name = "shape-only",
-            .algebra = "avg_pool, adaptive_avg_pool, mean, pads, interpolation",
+            .algebra = "avg_pool, adaptive_avg_pool, pads that reflect or replicate",
             .keeps = "before: the input; after: its sizes",
-            .conditions = "none",
+            .conditions = "a pad's mode is a constant",
             .rules = {}};
   const std::pair<const char*, size_t> ops[] = {
-      {"avg_pool1d", 6},          {"avg_pool2d", 7},          {"avg_pool3d", 7},
-      {"adaptive_avg_pool1d", 2}, {"adaptive_avg_pool2d", 2}, {"adaptive_avg_pool3d", 2},
+      {"avg_pool1d", 6},
+      {"avg_pool2d", 7},
+      {"avg_pool3d", 7},
+      {"adaptive_avg_pool1d", 2},
+      {"adaptive_avg_pool2d", 2},
+      {"adaptive_avg_pool3d", 2},
+      {"reflection_pad1d", 2},
+      {"reflection_pad2d", 2},
+      {"reflection_pad3d", 2},
+      {"replication_pad1d", 2},
+      {"replication_pad2d", 2},
+      {"replication_pad3d", 2},
+      {"pad", 4},
   };
   for (const auto& [op, arguments] : ops) p.rules.push_back(same_schema(op, arguments));
   return p;

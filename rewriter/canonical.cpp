@@ -79,6 +79,13 @@ void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
   }
 }
 
+// Whether PyTorch's own backward of this pad keeps its input: constant and circular ones keep sizes alone.
+bool pad_keeps_input(const Node* n) {
+  if (n->inputs().size() != 4 || n->input(3)->type()->kind() != TypeKind::NoneType) return false;
+  const auto mode = toIValue(n->input(2));
+  return mode && mode->isString() && (mode->toStringRef() == "reflect" || mode->toStringRef() == "replicate");
+}
+
 bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
 
 }  // namespace
@@ -105,6 +112,7 @@ CanonicalOp canonical(Node* n) {
       op.trouble = "the addition has a factor (alpha)";
     return op;
   }
+  if (base == "pad" && !pad_keeps_input(n)) return {};
   op.name = base;
   op.inputs = n->inputs().vec();
   return op;

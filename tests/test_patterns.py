@@ -53,13 +53,15 @@ MODELS = {
     "activation": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1, inplace=True)),
     "max-pool": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)),
     "shape-only": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)),
+    "shape-only pads": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.ReplicationPad2d(2),
+                                             nn.Conv2d(8, 8, 3, padding=2, padding_mode="replicate"), nn.ReflectionPad2d((1, 2, 3, 0)), nn.Conv2d(8, 8, 3)),
     "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
 LIMITS = {
     "bn-act": (1.01, 0.68), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (1.01, 0.68), "bn-add-act": (1.05, 0.70),
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.75, 0.10), "max-pool": (0.55, 0.10),
-    "shape-only": (0.75, 0.10), "dropout": (0.75, 0.15),
+    "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
 }
 
 

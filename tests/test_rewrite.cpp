@@ -183,6 +183,26 @@ TEST(Rewrite, StemAndSqueezeExcite) {
   expect_same_numbers(se_original, se, image());
 }
 
+TEST(Rewrite, PadsThatReflectOrReplicate) {
+  for (const char* pad : {"torch.reflection_pad2d(x, [1, 2, 3, 0])", "torch.replication_pad2d(x, [1, 2, 3, 0])",
+                          "torch.pad(x, [1, 1, 2, 2], \"reflect\")", "torch.pad(x, [1, 1, 2, 2], \"replicate\")",
+                          "torch.reflection_pad1d(x[0], [1, 2])", "torch.replication_pad3d(x, [1, 1, 1, 1, 0, 2])"}) {
+    Module m = net(std::string("def forward(self, x):\n    x = self.conv.forward(x)\n    return ") + pad + "\n");
+    Module original = reload(m);
+    EXPECT_EQ(names(rewrite(m, only({"shape-only"}))), V{"shape-only"}) << pad;
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Rewrite, DoesNotTouchPadsThatKeepNoInput) {
+  for (const char* pad : {"torch.pad(x, [1, 1, 2, 2])", "torch.pad(x, [1, 1, 2, 2], \"constant\", 3.)",
+                          "torch.pad(x, [1, 1, 2, 2], \"circular\")",
+                          "torch.pad(x, [1, 1, 2, 2], \"reflect\" if x.size(0) > 1 else \"replicate\")"}) {
+    Module m = net(std::string("def forward(self, x):\n    return ") + pad + "\n");
+    EXPECT_EQ(names(rewrite(m, {})), V{}) << pad;
+  }
+}
+
 TEST(Rewrite, ActivationTimesScaleWithoutANorm) {
   Module m =
       net("def forward(self, x):\n    z = torch.silu(self.conv.forward(x))\n    return z * z.mean([2, 3], True)\n");
