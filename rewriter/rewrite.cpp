@@ -21,154 +21,6 @@ using namespace torch::jit;
 
 using namespace added_names;
 
-static bool starts_with(const std::string& s, const std::string& prefix) { return s.rfind(prefix, 0) == 0; }
-
-std::vector<ModuleClass> module_classes(const Module& module) {
-  std::vector<ModuleClass> classes;
-  std::unordered_map<const c10::ClassType*, size_t> index;
-  std::unordered_set<const c10::ivalue::Object*> ancestors;
-  // A shared submodule has several paths; all are listed. Modules can't contain themselves, other than by interfaces:
-  // hence `ancestors`.
-  std::function<void(const Module&, const std::string&)> walk = [&](const Module& m, const std::string& path) {
-    if (!ancestors.insert(m._ivalue().get()).second) return;
-    auto [it, is_new] = index.emplace(m.type().get(), classes.size());
-    if (is_new) classes.push_back({m.type(), {}});
-    classes[it->second].paths.push_back(path);
-    for (const auto& child : m.named_children()) walk(child.value, join_path(path, child.name));
-    ancestors.erase(m._ivalue().get());
-  };
-  walk(module, "");
-  return classes;
-}
-
-static GraphFunction* graph_function(Function* f) { return f ? tryToGraphFunction(*f) : nullptr; }
-
-static std::shared_ptr<Graph> function_graph(Function* f) { return graph_function(f)->graph(); }
-
-// Replaces a graph's body, so that the Function, its schema and everybody who holds it stay.
-static void replace_body(Graph& graph, Graph& body) {
-  while (!graph.outputs().empty()) graph.eraseOutput(graph.outputs().size() - 1);
-  for (auto it = graph.nodes().rbegin(); it != graph.nodes().rend(); it = graph.nodes().rbegin()) it->destroy();
-  WithInsertPoint at_end(graph.block());
-  for (Value* out : insertGraph(graph, body, graph.inputs())) graph.registerOutput(out);
-  // insertGraph gives no names; they make the saved code readable.
-  std::function<void(Block*, Block*)> name = [&](Block* to, Block* source) {
-    auto s = source->nodes().begin();
-    for (Node* n : to->nodes()) {
-      for (size_t i = 0; i < n->outputs().size(); ++i)
-        if ((*s)->output(i)->hasDebugName()) n->output(i)->setDebugName((*s)->output(i)->debugName());
-      for (size_t b = 0; b < n->blocks().size(); ++b) name(n->blocks()[b], (*s)->blocks()[b]);
-      ++s;
-    }
-  };
-  name(graph.block(), body.block());
-}
-
-// A method of the same signature under another name.
-static Function* add_method(const c10::ClassTypePtr& type, const std::string& name, const FunctionSchema& s,
-                            const std::shared_ptr<Graph>& body) {
-  Function* f = type->compilation_unit()->create_function(c10::QualifiedName(*type->name(), name), body);
-  f->setSchema(FunctionSchema(name, s.overload_name(), s.arguments(), s.returns(), s.is_vararg(), s.is_varret()));
-  type->addMethod(f);
-  return f;
-}
-
-static void install(const c10::ClassTypePtr& type, const std::string& method, const std::shared_ptr<Graph>& body) {
-  GraphFunction* function = graph_function(type->findMethod(method));
-  if (!type->findMethod(kOriginal + method))
-    add_method(type, kOriginal + method, function->getSchema(), function->graph()->copy());
-  replace_body(*function->graph(), *body);
-  function->clear_optimized_graphs();
-}
-
-// Throws Error(ErrorKind::request) where a method can't be put under autocast.
-static void check_autocast(const Module& module, const std::string& method) {
-  GraphFunction* function = graph_function(module.type()->findMethod(method));
-  if (!function) throw Error(ErrorKind::request, fmt::format("there is no method '{}' to run under autocast", method));
-  Scopes scopes;
-  const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
-  for (const auto& [n, place] : view.places)
-    if (borders_autocast(n))
-      throw Error(ErrorKind::request,
-                  fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
-                              "autocast: leave --amp out, or take the block out of the model",
-                              method,
-                              place.scope && !place.scope->path.empty() ? fmt::format(" (in {})", place.scope->path)
-                                                                        : std::string()));
-}
-
-void write_autocast(Module& module, const std::string& method, const std::string& dtype) {
-  check_autocast(module, method);
-  const c10::ClassTypePtr type = module.type();
-  GraphFunction* function = graph_function(type->findMethod(method));
-  add_method(type, kAmp + method, function->getSchema(), function->graph()->copy());
-  auto body = std::make_shared<Graph>();
-  for (Value* in : function->graph()->inputs()) body->addInput()->copyMetadata(in);
-  WithInsertPoint here(body->block());
-  body->registerOutput(insert_method_call(*body, "tsmem::autocast", body->inputs()[0], kAmp + method,
-                                          body->inputs().slice(1), {dtype}, function->graph()->outputs()[0]->type()));
-  install(type, method, body);
-}
-
-std::string autocast_of(const Module& module, const std::string& method) {
-  GraphFunction* function = graph_function(module.type()->findMethod(method));
-  if (!function) return "";
-  for (Node* n : function->graph()->nodes())
-    if (n->kind() == Symbol::fromQualString("tsmem::autocast"))
-      if (auto dtype = toIValue(n->input(3))) return dtype->toStringRef();
-  return "";
-}
-
-Module submodule(Module m, const std::string& path) {
-  for (size_t from = 0; from < path.size();) {
-    const size_t dot = std::min(path.find('.', from), path.size());
-    m = m.attr(path.substr(from, dot - from)).toModule();
-    from = dot + 1;
-  }
-  return m;
-}
-
-bool is_rewritten(const Module& module) {
-  for (const ModuleClass& c : module_classes(module))
-    if (!added_methods(*c.type).empty()) return true;
-  return false;
-}
-
-bool restore(Module& module) {
-  bool any = false;
-  for (const ModuleClass& c : module_classes(module)) {
-    for (const std::string& name : added_methods(*c.type)) {
-      any = true;
-      if (starts_with(name, kOriginal)) {
-        GraphFunction* live = graph_function(c.type->findMethod(name.substr(kOriginal.size())));
-        GraphFunction* kept = graph_function(c.type->findMethod(name));
-        if (!live || !kept)
-          throw Error(
-              ErrorKind::input,
-              fmt::format("{} keeps the original of a method that it no longer has ({}); the file can't be restored",
-                          c.type->name()->qualifiedName(), name));
-        replace_body(*live->graph(), *kept->graph()->copy());
-        live->clear_optimized_graphs();
-      }
-      c.type->unsafeRemoveMethod(name);
-      c.type->compilation_unit()->unsafeRemoveMethod(c10::QualifiedName(*c.type->name(), name));
-    }
-    std::vector<std::string> attributes;
-    for (size_t i = c.type->numAttributes(); i-- > 0;)
-      if (starts_with(c.type->getAttributeName(i), kPrefix)) attributes.push_back(c.type->getAttributeName(i));
-    if (attributes.empty()) continue;
-    any = true;
-    for (const std::string& name : attributes) {
-      std::unordered_set<const c10::ivalue::Object*> done;  // a shared module has several paths
-      for (const std::string& path : c.paths)
-        if (auto object = submodule(module, path)._ivalue(); done.insert(object.get()).second)
-          object->unsafeRemoveAttr(name);
-      c.type->unsafeRemoveAttribute(name);
-    }
-  }
-  return any;
-}
-
 namespace {
 
 std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
@@ -251,20 +103,6 @@ void set_requires_grad(Module& module, const RewriteOptions& o) {
   apply(o.train, true, "--train");
 }
 
-at::Tensor attribute(Module m, const std::string& path) {
-  for (size_t from = 0;;) {
-    const size_t dot = path.find('.', from);
-    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
-    if (!m.hasattr(name)) return {};
-    if (dot == std::string::npos) {
-      c10::IValue v = m.attr(name);
-      return v.isTensor() ? v.toTensor() : at::Tensor();
-    }
-    m = m.attr(name).toModule();
-    from = dot + 1;
-  }
-}
-
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
   MatchResult matched;                                           // in the whole view
@@ -285,18 +123,32 @@ struct LeftOut {
   std::string reason;  // empty: the user has said so
 };
 
+// What was asked for, looked up in the module.
+struct Selection {
+  const RewriteOptions& options;
+  std::vector<const Pattern*> patterns;
+  std::vector<ModuleClass> classes;
+  std::optional<std::set<Method>> wanted;  // by `method`; none: all
+  std::set<std::string> checkpointed;      // paths of modules that run again as a whole
+  std::set<Method> in_autocast;            // called inside an autocast block of the model's own code
+
+  bool holds(const std::string& path) const {
+    const auto& globs = options.module_globs;
+    return globs.empty() || std::any_of(globs.begin(), globs.end(), [&](auto& g) { return glob_covers(g, path); });
+  }
+};
+
 // What --module leaves out, and what is called inside an autocast block. A class has one body for all its instances:
 // all of them or none.
-LeftOut leaves_out(const Found& found, const ModuleClass& c, const Function& method, bool in_autocast,
-                   const std::function<bool(const std::string&)>& selected) {
-  if (in_autocast)
+LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& method, const Selection& selection) {
+  if (selection.in_autocast.count(method))
     return {true, fmt::format("{} is called inside an autocast block of the model's own code, whose casts TorchScript "
                               "inserts for its own operators only",
-                              method.name())};
+                              method.second)};
   std::vector<std::string> in, out;
   for (const std::string& path : c.paths) {
     bool all = true;
-    for (const Place& p : found.nodes) all &= selected(join_path(path, p.scope ? p.scope->path : ""));
+    for (const Place& p : found.nodes) all &= selection.holds(join_path(path, p.scope ? p.scope->path : ""));
     (all ? in : out).push_back(path);
   }
   if (out.empty()) return {false, ""};
@@ -353,18 +205,11 @@ Calls reported_methods(const Module& root, const std::vector<ModuleClass>& class
   return running;
 }
 
-}  // namespace
+using Results = std::map<Method, Result>;
 
-RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
-  const std::vector<const Pattern*> patterns = chosen_patterns(options);
-  if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
-  if (!dry_run)
-    restore(module);
-  else if (is_rewritten(module))
-    throw std::logic_error("a dry run needs a restored module");
-  const std::vector<ModuleClass> classes = module_classes(module);
-
-  std::optional<std::set<Method>> wanted;
+// Phase 1: looks up what was asked for. Throws Error for what there is not.
+Selection select(const Module& module, const RewriteOptions& options) {
+  Selection s{options, chosen_patterns(options), module_classes(module), {}, {}, {}};
   if (!options.method.empty()) {
     if (!module.find_method(options.method)) {
       std::vector<std::string> names;
@@ -372,182 +217,243 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
       throw Error(ErrorKind::request,
                   fmt::format("the model has no method '{}'; it has: {}", options.method, fmt::join(names, ", ")));
     }
-    wanted = reachable({{module.type().get(), options.method}});
+    s.wanted = reachable({{module.type().get(), options.method}});
   }
   for (const std::string& glob : options.module_globs) {
     bool any = false;
-    for (const ModuleClass& c : classes)
+    for (const ModuleClass& c : s.classes)
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
     if (!any)
       throw Error(ErrorKind::request, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
   }
-  const std::set<std::string> checkpointed = checkpointed_paths(classes, options.checkpoint);
-  std::set<Method> in_autocast;
-  for (const ModuleClass& c : classes)
+  s.checkpointed = checkpointed_paths(s.classes, options.checkpoint);
+  for (const ModuleClass& c : s.classes)
     for (Function* f : c.type->methods())
       if (GraphFunction* g = graph_function(f)) {
         std::set<Method> called;
         std::unordered_set<const Graph*> functions;
-        collect_calls(g->graph()->block(), false, called, in_autocast, functions);
+        collect_calls(g->graph()->block(), false, called, s.in_autocast, functions);
       }
-  in_autocast = reachable(in_autocast);
+  s.in_autocast = reachable(s.in_autocast);
+  return s;
+}
 
-  const auto selected = [&](const std::string& path) {
-    if (options.module_globs.empty()) return true;
-    for (const std::string& glob : options.module_globs)
-      if (glob_covers(glob, path)) return true;
-    return false;
-  };
+// What the instances of a class say of its attributes.
+Attributes attributes_of(std::vector<Module> instances) {
+  return {[instances](const std::string& a, const std::string& b) {
+            for (const Module& m : instances) {
+              const at::Tensor x = attribute(m, a), y = attribute(m, b);
+              if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
+            }
+            return false;
+          },
+          [instances](const std::string& a) {
+            for (const Module& m : instances)
+              if (const at::Tensor x = attribute(m, a);
+                  !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
+                return false;
+            return true;
+          }};
+}
 
-  Scopes scopes;
-  RewriteReport report;
-  std::map<Method, Result> results;
-  for (const ModuleClass& c : classes) {
+// The matches of one method, in a view of all that it calls.
+Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
+                    Scopes& scopes) {
+  Result result;
+  if (!selection.checkpointed.empty()) {
+    result.used = used_calls(graph, scopes);
+    result.overwritten = overwritten_arguments(graph, scopes);
+  }
+  // Nothing is matched across the border of a module that runs again as a whole.
+  View view = copy_graph(graph, scopes, [&](const Scope* s) {
+    if (!s->of_module || !is_checkpointed(selection.checkpointed, c, s->path)) return true;
+    if (!result.used.count(s)) add_with_parents(s->parent, result.inlined);
+    return !result.used.count(s);
+  });
+  for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+  result.dead = remove_dead_code(view, UnusedNorms::stay);
+  result.matched = find_matches(view, selection.patterns, attributes);
+  const auto differentiated = differentiated_dropouts(view);
+  for (Found& found : result.matched.found)
+    for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
+  return result;
+}
+
+// Phase 2: finds the matches of every method that was asked for.
+Results match(const Module& module, const Selection& selection, Scopes& scopes) {
+  Results results;
+  for (const ModuleClass& c : selection.classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
-    const Attributes attributes = {
-        [&](const std::string& a, const std::string& b) {
-          for (const Module& m : instances) {
-            const at::Tensor x = attribute(m, a), y = attribute(m, b);
-            if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
-          }
-          return false;
-        },
-        [&](const std::string& a) {
-          for (const Module& m : instances)
-            if (const at::Tensor x = attribute(m, a);
-                !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
-              return false;
-          return true;
-        }};
+    const Attributes attributes = attributes_of(std::move(instances));
     for (Function* f : c.type->methods()) {
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
-      if (!function || starts_with(f->name(), kPrefix) || (wanted && !wanted->count(method))) continue;
-      Result& result = results[method];
-      if (!checkpointed.empty()) {
-        result.used = used_calls(*function->graph(), scopes);
-        result.overwritten = overwritten_arguments(*function->graph(), scopes);
-      }
-      // Nothing is matched across the border of a module that runs again as a whole.
-      View view = copy_graph(*function->graph(), scopes, [&](const Scope* s) {
-        if (!s->of_module || !is_checkpointed(checkpointed, c, s->path)) return true;
-        if (!result.used.count(s)) add_with_parents(s->parent, result.inlined);
-        return !result.used.count(s);
-      });
-      for (const auto& [place, copy] : view.copies) result.copied.insert(place);
-      result.dead = remove_dead_code(view, UnusedNorms::stay);
-      result.matched = find_matches(view, patterns, attributes);
-      const auto differentiated = differentiated_dropouts(view);
-      for (Found& found : result.matched.found)
-        for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
+      if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
+      results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes));
     }
   }
-  const MatchesOf matches_of = [&](const c10::ClassType* type, const std::string& name) {
+  return results;
+}
+
+// Calls f(class, function, result) for every method that has a result, parents first.
+template <class F>
+void for_each_result(const Selection& selection, Results& results, F f) {
+  for (const ModuleClass& c : selection.classes)
+    for (Function* function : std::vector<Function*>(c.type->methods()))
+      if (auto it = results.find({c.type.get(), function->name()}); it != results.end()) f(c, *function, it->second);
+}
+
+MatchesOf matches_of(const Results& results) {
+  return [&results](const c10::ClassType* type, const std::string& name) {
     auto it = results.find({type, name});
     return it == results.end() ? nullptr : &it->second.matched.found;
   };
-  for (const ModuleClass& c : classes)
-    for (Function* f : c.type->methods()) {
-      auto it = results.find({c.type.get(), f->name()});
-      if (it == results.end()) continue;
-      Result& result = it->second;
-      for (const NearMiss& miss : result.matched.refused) {
-        const Scope* s = miss.scope;
-        while (s && !s->of_module) s = s->parent;
-        if (!s)
-          result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
-      }
-      const auto& all = result.matched.found;
-      const auto own = choose_matches(all, all, result.copied, result.inlined, scopes, matches_of).matches;
-      for (const Found& found : all) {
-        const LeftOut left_out = leaves_out(found, c, *f, in_autocast.count(it->first) > 0, selected);
-        if (!left_out.is)
-          result.allowed.push_back(found);
-        else if (!left_out.reason.empty() && std::find(own.begin(), own.end(), &found) != own.end())
-          result.refused.push_back({found.pattern->name, left_out.reason});
-      }
+}
+
+// Phase 3: of the matches, those that are allowed, and why others are not.
+void assign(const Selection& selection, const Scopes& scopes, Results& results) {
+  for_each_result(selection, results, [&](const ModuleClass& c, const Function& f, Result& result) {
+    for (const NearMiss& miss : result.matched.refused) {
+      const Scope* s = miss.scope;
+      while (s && !s->of_module) s = s->parent;
+      if (!s) result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
     }
-  for (const ModuleClass& c : classes) {
+    const auto& all = result.matched.found;
+    const auto own = choose_matches(all, all, result.copied, result.inlined, scopes, matches_of(results)).matches;
+    for (const Found& found : all) {
+      const LeftOut left_out = leaves_out(found, c, {c.type.get(), f.name()}, selection);
+      if (!left_out.is)
+        result.allowed.push_back(found);
+      else if (!left_out.reason.empty() && std::find(own.begin(), own.end(), &found) != own.end())
+        result.refused.push_back({found.pattern->name, left_out.reason});
+    }
+  });
+}
+
+// Makes the values of the ops' argument `recompute` for one class. At Level::plan each op has an attribute of its own,
+// which is given to all instances and noted in `sites`.
+RecomputeArgument recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
+                                     std::vector<Site>& sites) {
+  return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
+    const bool expensive = offers_recompute(op) == Offers::expensive;
+    if (found.overwritten) return g.insertConstant(0);
+    const int64_t again = level != Level::ops && !expensive;
+    if (level != Level::plan) return g.insertConstant(again);
+    const std::string name = kRecompute + std::to_string(attributes++);
+    std::unordered_set<const c10::ivalue::Object*> done;
+    for (const std::string& path : c.paths)
+      if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
+        m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
+        sites.push_back({path, name, op, expensive});
+      }
+    return g.insertGetAttr(g.inputs()[0], name);
+  };
+}
+
+// A method's body with its matches applied, and which those are. Where code that is never run can't be told apart,
+// everything is inlined.
+struct Applied {
+  Choice choice;
+  std::optional<View> body;
+};
+
+Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
+                 const RecomputeArgument& recompute) {
+  Applied a;
+  for (const bool inline_all : {false, true}) {
+    if (inline_all)
+      for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
+    a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
+                              matches_of(results));
+    if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
+    const Graph& source = *function_graph(const_cast<Function*>(&f));
+    if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
+  }
+  throw std::logic_error(fmt::format("an inner value of a match is used in {}", f.name()));
+}
+
+// Makes the calls of checkpointed modules in a rewritten body run again as a whole.
+void checkpoint_in(const View& body, const ModuleClass& c, const Selection& selection, const Scopes& scopes,
+                   Result& result) {
+  result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
+    const Place& place = body.places.at(call);
+    const auto scope = scopes.all.find({place.scope, place.node, -1});
+    if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
+        !is_checkpointed(selection.checkpointed, c, scope->second->path))
+      return false;
+    if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
+      throw Error(ErrorKind::request,
+                  fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                              "later ({}), so it can't be run again",
+                              join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
+    return true;
+  });
+}
+
+// Phase 4: makes the rewritten bodies, and at Level::plan the attributes that they read.
+std::vector<Site> build(const Module& module, const Selection& selection, Scopes& scopes, Results& results) {
+  std::vector<Site> sites;
+  for (const ModuleClass& c : selection.classes) {
     size_t attributes = 0;
-    const RecomputeArgument recompute = [&](Graph& g, const std::string& op, const Found& found) {
-      const bool dear = offers_recompute(op) == Offers::expensive;
-      if (found.overwritten) return g.insertConstant(0);
-      const int64_t again = options.level != Level::ops && !dear;
-      if (options.level != Level::plan) return g.insertConstant(again);
-      const std::string name = kRecompute + std::to_string(attributes++);
-      std::unordered_set<const c10::ivalue::Object*> done;
-      for (const std::string& path : c.paths)
-        if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
-          m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
-          report.sites.push_back({path, name, op, dear});
-        }
-      return g.insertGetAttr(g.inputs()[0], name);
-    };
+    const auto recompute = recompute_argument(module, c, selection.options.level, attributes, sites);
     for (Function* f : std::vector<Function*>(c.type->methods())) {
-      auto it = results.find({c.type.get(), f->name()});
+      const Method method{c.type.get(), f->name()};
+      const auto it = results.find(method);
       if (it == results.end()) continue;
       Result& result = it->second;
-      Choice choice;
-      std::optional<View> applied;
-      for (const bool inline_all : {false, true}) {
-        if (inline_all)
-          for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
-        choice =
-            choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes, matches_of);
-        if (choice.matches.empty() && choice.inlined.empty() && checkpointed.empty()) break;
-        applied = apply_matches(*function_graph(f), scopes, choice, result.dead, recompute);
-        if (applied) break;
-      }
-      const bool changed = !choice.matches.empty() || !choice.inlined.empty();
-      if (!changed && checkpointed.empty()) continue;
-      if (!applied) throw std::logic_error(fmt::format("an inner value of a match is used in {}", f->name()));
-      const View& body = *applied;
-      for (const Found* found : choice.matches) result.found.push_back(*found);
-      if (!checkpointed.empty() && !in_autocast.count(it->first))
-        result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
-          const Place& place = body.places.at(call);
-          const auto scope = scopes.all.find({place.scope, place.node, -1});
-          if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
-              !is_checkpointed(checkpointed, c, scope->second->path))
-            return false;
-          if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
-            throw Error(
-                ErrorKind::request,
-                fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
-                            "later ({}), so it can't be run again",
-                            join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
-          return true;
-        });
-      if (changed || !result.checkpoints.empty()) result.body = body.graph;
+      const Applied applied = apply_in(*f, result, selection, scopes, results, recompute);
+      if (!applied.body) continue;
+      for (const Found* found : applied.choice.matches) result.found.push_back(*found);
+      if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
+        checkpoint_in(*applied.body, c, selection, scopes, result);
+      if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;
+      result.body = applied.body->graph;
+      result.body->lint();
     }
   }
+  return sites;
+}
 
-  std::vector<std::string> entries;
-  for (const auto& m : module.get_methods())
-    if (!starts_with(m.name(), kPrefix) && (options.method.empty() || m.name() == options.method))
-      entries.push_back(m.name());
-  std::unordered_set<const Node*> again;  // nodes whose output is made again
+// The nodes whose output backward makes again.
+std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
+  std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
       for (const Line& line : parse_lines(found.rule->rewrite))
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
-          for (const Place& p : found.nodes) again.insert(p.node);
+          for (const Place& p : found.nodes) nodes.insert(p.node);
+  return nodes;
+}
+
+Match match_of(const Found& found, const std::string& path, const std::string& method, Level level) {
+  Match m{found.pattern->name, path, method, {}, false, ""};
+  for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
+  for (const Line& line : parse_lines(found.rule->rewrite)) {
+    m.op += (m.op.empty() ? "" : " + ") + line.op;
+    m.recomputed |= level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
+  }
+  return m;
+}
+
+// Phase 5: says what was done, module by module.
+RewriteReport report(const Module& module, const Selection& selection, const Results& results) {
+  const std::string& only = selection.options.method;
+  std::vector<std::string> entries;
+  for (const auto& m : module.get_methods())
+    if (!is_added_name(m.name()) && (only.empty() || m.name() == only)) entries.push_back(m.name());
+  const auto again = recomputed_nodes(results);
+  RewriteReport report;
   std::set<std::tuple<std::string, std::string, std::string>> refused;
-  for (const auto& [path, method] : reported_methods(module, classes, entries, results)) {
-    auto it = results.find({submodule(module, path).type().get(), method});
+  for (const auto& [path, method] : reported_methods(module, selection.classes, entries, results)) {
+    const auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
     for (const auto& [inner, name] : it->second.checkpoints)
       report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}, /*whole=*/true});
     Region region{path, method, {}, {}};
     std::set<std::pair<const Scope*, const Node*>> known_kept;
     for (const Found& found : it->second.found) {
-      Match m{found.pattern->name, path, method, {}, false, ""};
-      for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
-      for (const Line& line : parse_lines(found.rule->rewrite)) {
-        m.op += (m.op.empty() ? "" : " + ") + line.op;
-        m.recomputed |= options.level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
-      }
+      Match m = match_of(found, path, method, selection.options.level);
       if (m.recomputed) {
         region.recomputed.push_back(m.nodes.back());
         for (const Place& p : found.sources)
@@ -559,17 +465,41 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
     for (const auto& [pattern, reason] : it->second.refused)
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }
+  return report;
+}
+
+// Phase 6: puts the bodies into the module.
+void install_all(Module& module, const Selection& selection, Results& results) {
+  for_each_result(selection, results, [](const ModuleClass& c, const Function& f, const Result& result) {
+    if (!result.body) return;
+    install(c.type, f.name(), result.body);
+    function_graph(c.type->findMethod(f.name()))->lint();
+  });
+}
+
+}  // namespace
+
+RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
+  if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
+  chosen_patterns(options);  // before anything is changed
+  if (!dry_run)
+    restore(module);
+  else if (is_rewritten(module))
+    throw std::logic_error("a dry run needs a restored module");
+  const Selection selection = select(module, options);
+  Scopes scopes;
+  Results results = match(module, selection, scopes);
+  assign(selection, scopes, results);
+  std::vector<Site> sites = build(module, selection, scopes, results);
+  RewriteReport done = report(module, selection, results);
+  done.sites = std::move(sites);
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
-  if (!dry_run) {
-    for (const ModuleClass& c : classes)
-      for (Function* f : std::vector<Function*>(c.type->methods()))
-        if (auto it = results.find({c.type.get(), f->name()}); it != results.end() && it->second.body)
-          install(c.type, f->name(), it->second.body);
-    if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
-    set_requires_grad(module, options);
-  }
-  return report;
+  if (dry_run) return done;
+  install_all(module, selection, results);
+  if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
+  set_requires_grad(module, options);
+  return done;
 }
 
 }  // namespace tsmem

@@ -1,0 +1,58 @@
+#include "rewriter/modules.h"
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "rewriter/method_call.h"
+#include "rewriter/view.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+std::vector<ModuleClass> module_classes(const Module& module) {
+  std::vector<ModuleClass> classes;
+  std::unordered_map<const c10::ClassType*, size_t> index;
+  std::unordered_set<const c10::ivalue::Object*> ancestors;
+  // A shared submodule has several paths; all are listed. Modules can't contain themselves, other than by interfaces:
+  // hence `ancestors`.
+  std::function<void(const Module&, const std::string&)> walk = [&](const Module& m, const std::string& path) {
+    if (!ancestors.insert(m._ivalue().get()).second) return;
+    auto [it, is_new] = index.emplace(m.type().get(), classes.size());
+    if (is_new) classes.push_back({m.type(), {}});
+    classes[it->second].paths.push_back(path);
+    for (const auto& child : m.named_children()) walk(child.value, join_path(path, child.name));
+    ancestors.erase(m._ivalue().get());
+  };
+  walk(module, "");
+  return classes;
+}
+
+Module submodule(Module m, const std::string& path) {
+  for (size_t from = 0; from < path.size();) {
+    const size_t dot = std::min(path.find('.', from), path.size());
+    m = m.attr(path.substr(from, dot - from)).toModule();
+    from = dot + 1;
+  }
+  return m;
+}
+
+at::Tensor attribute(Module m, const std::string& path) {
+  for (size_t from = 0;;) {
+    const size_t dot = path.find('.', from);
+    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
+    if (!m.hasattr(name)) return {};
+    if (dot == std::string::npos) {
+      c10::IValue v = m.attr(name);
+      return v.isTensor() ? v.toTensor() : at::Tensor();
+    }
+    m = m.attr(name).toModule();
+    from = dot + 1;
+  }
+}
+
+GraphFunction* graph_function(Function* f) { return f ? tryToGraphFunction(*f) : nullptr; }
+
+std::shared_ptr<Graph> function_graph(Function* f) { return graph_function(f)->graph(); }
+
+}  // namespace tsmem
