@@ -130,6 +130,11 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
   auto [report, planner] = impl_->planned(inputs, request.how);
   ChosenPlan plan;
   plan.original = original_step(*planner);
+  if (request.budget.ends_with('%') && plan.original.peak_bytes == 0)
+    throw Error(
+        ErrorKind::input,
+        "PyTorch's allocator reports no memory for a training step of the original, so a budget can't be a part "
+        "of it: give a size, such as 2GiB.");
   plan.point = request.budget.empty() ? planner->smallest()
                                       : planner->plan(parse_size(request.budget, "--budget", plan.original.peak_bytes));
   for (size_t s = 0; s < report.sites.size(); ++s)

@@ -199,7 +199,7 @@ TEST(Rewrite, DoesNotTouchPadsThatKeepNoInput) {
                           "torch.pad(x, [1, 1, 2, 2], \"circular\")",
                           "torch.pad(x, [1, 1, 2, 2], \"reflect\" if x.size(0) > 1 else \"replicate\")"}) {
     Module m = net(std::string("def forward(self, x):\n    return ") + pad + "\n");
-    EXPECT_EQ(names(rewrite(m, {})), V{}) << pad;
+    EXPECT_EQ(names(rewrite(m, only({"shape-only"}))), V{}) << pad;
   }
 }
 
