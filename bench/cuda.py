@@ -1,6 +1,6 @@
 """What bench/cuda.sh runs; see there. Times are medians of CUDA events, memory is the caching allocator's.
 
-    python bench/cuda.py prepare|sanitize|kernels|models|batches [--only NAME ...] [--seconds S]
+    python bench/cuda.py prepare|sanitize|kernels|each|models|batches [--only NAME ...] [--seconds S]
 """
 import argparse
 import json
@@ -121,6 +121,7 @@ def memory_of(m, x):
 
 
 def save(name, rows):
+    """Written anew after each row: what a time limit ends keeps what it has."""
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"cuda-{name}.json").write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
 
@@ -128,9 +129,28 @@ def save(name, rows):
 # --- Tables
 
 
+def graph_of(f, sets):
+    """f over each of the sets of arguments, captured once: what is timed is the device's work alone."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            f(*sets[0])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for arguments in sets:
+            f(*arguments)
+    return graph
+
+
 def kernels(a):
-    """Bytes that have to be moved, per second, of forward and backward of batch norm + ReLU (+ add), and of the stem with its pool."""
-    ops, rows = load_ops(), []
+    """Bytes that have to be moved, per second, of forward and of backward of batch norm + ReLU (+ add), and of the stem with its pool.
+
+    Graphs of calls over as many inputs as do not fit in the second-level cache are replayed. torch.compile, which is slow to compile, comes last.
+    """
+    ops, rows, end = load_ops(), [], time.monotonic() + a.seconds
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
 
     def stock(x, w, b, z):
         y = torch.nn.functional.batch_norm(x, None, None, w, b, True)
@@ -141,45 +161,93 @@ def kernels(a):
             return ops.batch_norm_act(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [])
         return ops.batch_norm_add_act(x, w, b, None, None, True, 0.1, 1e-5, True, z, "relu", [])
 
-    compiled = torch.compile(stock, dynamic=False)
-    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
-    end = time.monotonic() + a.seconds
-    print(f"{'dtype':9}{'layout':15}{'channels':>9}{'side':>6}{'what':>16}{'copy GB/s':>11}{'ours ms':>9}{'GB/s':>7}{'stock':>8}{'compiled':>10}")
-    for dtype in (torch.bfloat16, torch.float32):
-        for layout in (torch.channels_last, torch.contiguous_format):
-            for (channels, side), what in [(s, w) for s in SHAPES for w in ("norm", "norm + add")] + [((64, 112), "norm + pool")]:
-                if time.monotonic() > end:
-                    print("(time is up: the rest was left out)")
-                    return save("kernels", rows)
+    def stock_pool(x, w, b, z):
+        return torch.max_pool2d(stock(x, w, b, z), *pool)
+
+    def our_pool(x, w, b, z):
+        return ops.batch_norm_act_max_pool2d(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [], *pool)
+
+    shapes = [(s, w) for w in ("norm", "norm + add") for s in SHAPES] + [((64, 112), "norm + pool")]
+    cases = [(d, f, s, w) for d in (torch.bfloat16, torch.float32) for f in (torch.channels_last, torch.contiguous_format) for s, w in shapes]
+    print(f"{'who':9}{'dtype':9}{'layout':18}{'channels':>9}{'side':>5}{'what':>12}{'copy GB/s':>11}{'fwd ms':>8}{'share':>7}{'bwd ms':>8}{'share':>7}")
+    for who in ("ours", "stock", "compiled"):
+        for dtype, layout, (channels, side), what in cases:
+            if a.only and str(dtype)[6:] not in a.only and who not in a.only:
+                continue
+            if time.monotonic() > end:
+                print("(time is up: the rest was left out)")
+                return
+            size = 64 * channels * side * side * dtype.itemsize
+            sets = []
+            for _ in range(max(2, (1 << 28) // size)):
                 x = torch.randn(64, channels, side, side, device="cuda").to(dtype, memory_format=layout).requires_grad_()
                 z = torch.randn_like(x).requires_grad_() if what == "norm + add" else None
-                w, b = (torch.rand(channels, device="cuda").requires_grad_() for _ in range(2))
-                to, size = torch.empty_like(x), x.numel() * x.element_size()
-                if what == "norm + pool":
-                    fs = [lambda x, w, b, z: ops.batch_norm_act_max_pool2d(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [], *pool),
-                          lambda x, w, b, z: torch.max_pool2d(stock(x, w, b, z), *pool)]  # fmt: skip
-                else:
-                    fs = [ours, stock, compiled]
-                grads = [torch.ones_like(f(x, w, b, z)) for f in fs[:1]]
-                wanted = [t for t in (x, w, b, z) if t is not None]
+                sets.append((x, *(torch.rand(channels, device="cuda").requires_grad_() for _ in range(2)), z))
+            f = {"norm + pool": {"ours": our_pool, "stock": stock_pool, "compiled": stock_pool}}.get(what, {"ours": ours, "stock": stock, "compiled": stock})[who]
+            if who == "compiled":
+                torch._dynamo.reset()  # beyond eight shapes it would run the function as it is
+                f = torch.compile(f, dynamic=False)
+            grad = torch.randn_like(f(*sets[0]))
 
-                def both(f):
-                    return lambda: torch.autograd.grad(f(x, w, b, z), wanted, grads[0])  # noqa: B023
+            def both(*arguments):
+                torch.autograd.grad(f(*arguments), [t for t in arguments if t is not None], grad)  # noqa: B023
 
-                try:
-                    copy, *times = milliseconds([lambda: to.copy_(x.detach()), *map(both, fs)], 0.15)  # noqa: B023
-                except Exception as error:  # torch.compile needs a compiler
-                    print(f"({type(error).__name__}: without torch.compile)")
-                    fs = fs[:2]
-                    copy, *times = milliseconds([lambda: to.copy_(x.detach()), *map(both, fs)], 0.15)  # noqa: B023
-                # Forward reads x twice and writes y; backward reads x and the gradient twice and writes one. With add: z, its gradient and bits besides.
-                moves = 8 if what == "norm" else 10.2 if what == "norm + add" else 5.3
-                row = {"dtype": str(dtype)[6:], "layout": str(layout)[6:], "channels": channels, "side": side, "what": what, "copy_GBps": 2 * size / copy / 1e6,
-                       "ms": times, "GBps": moves * size / times[0] / 1e6}
-                rows.append(row)
-                print(f"{row['dtype']:9}{row['layout']:15}{channels:9}{side:6}{what:>16}{row['copy_GBps']:11.0f}{times[0]:9.3f}{row['GBps']:7.0f}{times[1]:8.3f}"
-                      f"{times[2] if len(times) > 2 else float('nan'):10.3f}", flush=True)
-    save("kernels", rows)
+            to = torch.empty_like(sets[0][0])
+            try:
+                graphs = [graph_of(g, sets) for g in (lambda x, *_: to.copy_(x.detach()), f, both)]  # noqa: B023
+            except Exception as error:
+                print(f"({who} {what}: {type(error).__name__} {str(error).splitlines()[0][:120]})")
+                continue
+            copy, forward, whole = (t / len(sets) for t in milliseconds([g.replay for g in graphs], 0.05))
+            # Forward reads x twice and writes y; backward reads x and the gradient twice and writes one. With add: z, its gradient and bits besides.
+            # With the pool, a quarter of a map each: y, positions (a byte) and the gradient, which is read twice.
+            add = what == "norm + add"
+            moved = (2.25 + 0.25 / dtype.itemsize, 3.5 + 0.5 / dtype.itemsize) if what == "norm + pool" else (3 + add * (1 + 1 / 8 / dtype.itemsize), 5 + add)
+            row = {"who": who, "dtype": str(dtype)[6:], "layout": str(layout)[6:], "channels": channels, "side": side, "what": what,
+                   "copy_GBps": 2 * size / copy / 1e6, "forward_ms": forward, "backward_ms": whole - forward,
+                   "forward_share": moved[0] * size / forward / (2 * size / copy), "backward_share": moved[1] * size / (whole - forward) / (2 * size / copy)}  # fmt: skip
+            rows.append(row)
+            save("kernels", rows)
+            print(f"{who:9}{row['dtype']:9}{row['layout']:18}{channels:9}{side:5}{what:>12}{row['copy_GBps']:11.0f}{forward:8.3f}{row['forward_share']:7.2f}"
+                  f"{whole - forward:8.3f}{row['backward_share']:7.2f}", flush=True)  # fmt: skip
+            del graphs, sets, to, grad, f, both
+            torch.cuda.empty_cache()
+
+
+def each(a):
+    """The time of each kernel, by PyTorch's profiler, of ours and of stock, on one large map."""
+    ops = load_ops()
+    for dtype in (torch.bfloat16, torch.float32):
+        for layout in (torch.channels_last, torch.contiguous_format):
+            x = torch.randn(64, 256, 56, 56, device="cuda").to(dtype, memory_format=layout).requires_grad_()
+            z, grad = torch.randn_like(x).requires_grad_(), torch.randn_like(x)
+            w, b = (torch.rand(256, device="cuda").requires_grad_() for _ in range(2))
+            pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+            bn = (None, None, True, 0.1, 1e-5, True)
+            fs = {
+                "ours": lambda: ops.batch_norm_act(x, w, b, *bn, "relu", []),  # noqa: B023
+                "ours silu": lambda: ops.batch_norm_act(x, w, b, *bn, "silu", []),  # noqa: B023
+                "ours + add": lambda: ops.batch_norm_add_act(x, w, b, *bn, z, "relu", []),  # noqa: B023
+                "ours pool": lambda: ops.batch_norm_act_max_pool2d(x, w, b, *bn, "relu", [], *pool),  # noqa: B023
+                "ours max_pool": lambda: ops.max_pool2d(x, [3, 3], [2, 2], [1, 1]),  # noqa: B023
+                "ours act": lambda: ops.act(x, "relu", []),  # noqa: B023
+                "stock": lambda: torch.relu(torch.nn.functional.batch_norm(x, None, None, w, b, True)),  # noqa: B023
+                "stock max_pool": lambda: torch.max_pool2d(x, *pool),  # noqa: B023
+            }
+            for name, f in fs.items():
+                y = f()
+                g = grad if y.shape == grad.shape else torch.randn_like(y)
+                torch.autograd.grad(y, x, g)
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                    for _ in range(5):
+                        torch.autograd.grad(f(), x, g)
+                    torch.cuda.synchronize()
+                size = x.numel() * x.element_size()
+                print(f"{str(dtype)[6:]} {str(layout)[6:]} {name}: map {size / 1e6:.0f} MB")
+                for e in sorted(found.key_averages(), key=lambda e: -e.device_time_total):
+                    t = e.device_time_total / 5
+                    if t > 2:
+                        print(f"   {t:8.1f} us, {size / t / 1e6:6.2f} maps a second in TB/s  {e.key[:110]}", flush=True)
 
 
 def eager(name):
@@ -244,7 +312,7 @@ def models_table(a):
         for what, make in variants(name):
             if time.monotonic() > end:
                 print("(time is up: the rest was left out; --only NAME runs one model)")
-                return save("models", rows)
+                return
             try:
                 m = make()
                 live, peak = memory_of(m, x)
@@ -257,8 +325,8 @@ def models_table(a):
                 torch.cuda.empty_cache()
             first = first or (live, peak, ms)
             rows.append({"model": name, "batch": batch, "what": what, "live": live, "peak": peak, "ms": ms})
+            save("models", rows)
             print(f"{name:18}{batch:6}  {what:12}{live / 2**20:10.0f}{live / first[0]:7.2f}{peak / 2**20:10.0f}{peak / first[1]:7.2f}{ms:9.1f}{ms / first[2]:7.2f}", flush=True)
-    save("models", rows)
 
 
 def batches(a):
@@ -294,10 +362,10 @@ def batches(a):
                 middle = (low + high) // 2
                 low, high = (middle, high) if fits(middle) else (low, middle)
             rows.append({"model": name, "what": kind, "batch": 16 * low})
+            save("batches", rows)
             print(f"{name:18}{kind:10}largest batch {16 * low}", flush=True)
             m = None
             torch.cuda.empty_cache()
-    save("batches", rows)
 
 
 def sanitize(a):
@@ -320,10 +388,10 @@ def sanitize(a):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["prepare", "sanitize", "kernels", "models", "batches"])
+    parser.add_argument("command", choices=["prepare", "sanitize", "kernels", "each", "models", "batches"])
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--seconds", type=float, default=560, help="stop after that many")
     a = parser.parse_args()
     if a.command != "prepare" and not torch.cuda.is_available():
         sys.exit("bench/cuda.py needs a CUDA device.")
-    {"prepare": prepare, "sanitize": sanitize, "kernels": kernels, "models": models_table, "batches": batches}[a.command](a)
+    {"prepare": prepare, "sanitize": sanitize, "kernels": kernels, "each": each, "models": models_table, "batches": batches}[a.command](a)

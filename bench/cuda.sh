@@ -5,6 +5,7 @@
 #   bench/cuda.sh build     the op libraries alone, into build-cuda: needs nvcc, CMake, ninja and a torch with CUDA; no network
 #   bench/cuda.sh test      the tests, then compute-sanitizer's memcheck and racecheck on a few ops
 #   bench/cuda.sh kernels   bandwidth of every kernel on ResNet-50's shapes, against a copy, stock and torch.compile
+#   bench/cuda.sh each      time of each kernel on one large map, by PyTorch's profiler
 #   bench/cuda.sh models    memory and time of a training step of whole models
 #   bench/cuda.sh batches   the largest batch that trains
 #
@@ -42,13 +43,13 @@ case "${1:-}" in
     fi
     if command -v compute-sanitizer >/dev/null; then
       for tool in memcheck racecheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 75 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name regex:tsmem "$PYTHON" bench/cuda.py sanitize || status=1
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 110 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name regex=tsmem "$PYTHON" bench/cuda.py sanitize || status=1
       done
     else
       echo "compute-sanitizer is missing: memory and races were not checked." >&2
       status=1
     fi
     exit $status ;;
-  kernels | models | batches) need_library; timeout 590 "$PYTHON" bench/cuda.py "$@" ;;
-  *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  kernels | each | models | batches) need_library; timeout 590 "$PYTHON" bench/cuda.py "$@" ;;
+  *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

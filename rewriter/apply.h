@@ -1,4 +1,4 @@
-// Putting matches into a method's graph. The only file that edits graphs.
+// Putting matches into a copy of a method's graph.
 #pragma once
 #include <set>
 #include <unordered_set>

@@ -25,7 +25,7 @@ std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes
         }
     if (!any)
       throw Error(ErrorKind::request,
-                  fmt::format("no module matches --checkpoint '{}'; 'tsmem inspect' lists them", glob));
+                  fmt::format("no module to checkpoint matches '{}'; 'tsmem inspect' lists them", glob));
   }
   std::set<std::string> outermost;
   for (const std::string& path : found) {
@@ -43,7 +43,7 @@ bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClas
     (checkpointed.count(join_path(path, inner)) ? in : out) = join_path(path, inner);
   if (!in.empty() && !out.empty())
     throw Error(ErrorKind::request,
-                fmt::format("--checkpoint names {} but not {}, which is called by the same code: name both or "
+                fmt::format("{} is to be checkpointed but not {}, which is called by the same code: name both or "
                             "neither",
                             in, out));
   return !in.empty();
@@ -247,7 +247,7 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     if (auto body = callee(n))
       if (const std::string why = runs_once(*body); !why.empty())
         throw Error(ErrorKind::request,
-                    fmt::format("--checkpoint can't wrap {}: its method {} {}, so it can't be run again",
+                    fmt::format("checkpoint can't wrap {}: its method {} {}, so it can't be run again",
                                 join_path(outer, *path), n->s(attr::name), why));
     WithInsertPoint here(n);
     Value* cast = insert_method_call(*n->owningGraph(), "tsmem::checkpoint", n->input(0), n->s(attr::name),

@@ -63,7 +63,7 @@ void check_autocast(const Module& module, const std::string& method) {
     if (borders_autocast(n))
       throw Error(ErrorKind::request,
                   fmt::format("{} has an autocast block of its own{}, which TorchScript gets wrong under another "
-                              "autocast: leave --amp out, or take the block out of the model",
+                              "autocast: leave amp out, or take the block out of the model",
                               method,
                               place.scope && !place.scope->path.empty() ? fmt::format(" (in {})", place.scope->path)
                                                                         : std::string()));

@@ -96,11 +96,11 @@ void set_requires_grad(Module& module, const RewriteOptions& o) {
       }
       if (count == 0)
         throw Error(ErrorKind::request,
-                    fmt::format("no parameter matches {} '{}'; 'tsmem inspect' lists them", option, glob));
+                    fmt::format("no parameter matches '{}', which {} names; 'tsmem inspect' lists them", glob, option));
     }
   };
-  apply(o.freeze, false, "--freeze");
-  apply(o.train, true, "--train");
+  apply(o.freeze, false, "freeze");
+  apply(o.train, true, "train");
 }
 
 // What was found in one method. Computed for all methods before any is changed, as callers look into their callees.
@@ -153,7 +153,7 @@ LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& metho
   }
   if (out.empty()) return {false, ""};
   if (in.empty()) return {true, ""};
-  return {true, fmt::format("{} shares its class with {}, which --module leaves out: select all of them", in.front(),
+  return {true, fmt::format("{} shares its class with {}, which is not selected: select all of them", in.front(),
                             fmt::join(out, ", "))};
 }
 
@@ -223,8 +223,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
     bool any = false;
     for (const ModuleClass& c : s.classes)
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
-    if (!any)
-      throw Error(ErrorKind::request, fmt::format("no module matches --module '{}'; 'tsmem inspect' lists them", glob));
+    if (!any) throw Error(ErrorKind::request, fmt::format("no module matches '{}'; 'tsmem inspect' lists them", glob));
   }
   s.checkpointed = checkpointed_paths(s.classes, options.checkpoint);
   for (const ModuleClass& c : s.classes)
@@ -384,7 +383,7 @@ void checkpoint_in(const View& body, const ModuleClass& c, const Selection& sele
       return false;
     if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
       throw Error(ErrorKind::request,
-                  fmt::format("--checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                  fmt::format("checkpoint can't wrap {}: an argument of its method {} is overwritten "
                               "later ({}), so it can't be run again",
                               join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
     return true;

@@ -136,7 +136,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
         "PyTorch's allocator reports no memory for a training step of the original, so a budget can't be a part "
         "of it: give a size, such as 2GiB.");
   plan.point = request.budget.empty() ? planner->smallest()
-                                      : planner->plan(parse_size(request.budget, "--budget", plan.original.peak_bytes));
+                                      : planner->plan(parse_size(request.budget, "budget", plan.original.peak_bytes));
   for (size_t s = 0; s < report.sites.size(); ++s)
     if (const Site& site = report.sites[s]; site.dear && plan.point.again[s])
       plan.run_again.push_back({site.module, site.op});

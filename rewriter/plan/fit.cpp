@@ -64,7 +64,7 @@ ChosenPlan::Batches batch_memory(Planner& planner, const PlanPoint& point, const
     result.asked.push_back(memory(b, peak, run || b == given));
   }
   if (request.fit.empty()) return result;
-  const int64_t size = result.fit_bytes = parse_size(request.fit, "--fit", 0);
+  const int64_t size = result.fit_bytes = parse_size(request.fit, "fit", 0);
   const auto total = [&](int64_t batch) { return memory(batch, line.peak(batch), false).total_bytes; };
   const auto largest = [&] {
     int64_t batch = line.largest(size - always);

@@ -23,6 +23,16 @@ SHAPES = [(4, 16, 7, 7), (3, 5, 6, 5), (2, 33, 11, 13), (70, 8), (2, 1, 37, 41),
 ALL, RELU = list(ACTS), "relu"
 
 
+@pytest.fixture(autouse=True)
+def exact_arithmetic():
+    """The same algorithms in each call, and float32 that is float32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = False, False, True, False
+    yield
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+
+
 def draw(shape, dtype, last=False, seed=0, scale=2.0, shift=1.0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale + shift
     x = x.to(dtype).to(DEVICE)
