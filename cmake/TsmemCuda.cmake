@@ -25,9 +25,9 @@ if(_why)
   return()
 endif()
 
-# Machine code for A100 and H100, and PTX for what comes later.
+# Machine code for Turing (the oldest that PyTorch has), A100 and H100, and PTX for what comes later.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
+  set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 90-virtual)
 endif()
 enable_language(CUDA)
 message(STATUS "CUDA: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${CMAKE_CUDA_ARCHITECTURES}")

@@ -131,7 +131,7 @@ struct Hardsigmoid : OneBit {
   template <class M, class A>
   TSMEM_FORMULA A forward(A x, ActNumbers<A>) {
     const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
-    return (mid + A(3)) / A(6);
+    return M::sixth_of(mid + A(3));
   }
   template <class A>
   TSMEM_FORMULA bool upper(A x, ActNumbers<A>) {
@@ -159,7 +159,7 @@ struct Hardswish : Row {
   template <class M, class A>
   TSMEM_FORMULA A forward(A x, ActNumbers<A>) {
     const A low = x < A(-3) ? A(-3) : x, mid = low > A(3) ? A(3) : low;
-    return x * (mid + A(3)) / A(6);
+    return M::sixth_of(x * (mid + A(3)));
   }
   template <class M, class A>
   TSMEM_FORMULA A backward(A x, A g, ActNumbers<A>) {

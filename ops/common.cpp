@@ -90,7 +90,7 @@ bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x) {
 
 int64_t graph_offset(const at::Tensor& x) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_graph_offset", "");
-  if (!x.is_cuda()) return -1;
+  if (!x.is_cuda() || x.key_set().has(c10::DispatchKey::Python)) return -1;  // a fake tensor draws nothing
   load_cuda_library();
   if (!op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) return -1;
   return op.typed<int64_t(const at::Tensor&)>().call(x);

@@ -36,6 +36,15 @@ Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
   return {noise.mul_(a), shift};
 }
 
+// Leaves `shared` where `own`, a copy that has drawn, is. Setting a CUDA generator's state would make cuDNN's RNNs draw
+// their dropout's state anew, so its counter is moved as by a draw.
+void follow(at::Generator& shared, const at::Generator& own, const Tensor& x) {
+  if (!x.is_cuda()) return shared.set_state(own.get_state());
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_move_counter", "").typed<void(const Tensor&, int64_t)>();
+  op.call(x, static_cast<int64_t>(own.get_offset() - shared.get_offset()));
+}
+
 // Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is
 // kept and the noise.
 Tensor draw(Tensor noise, double p, Tensor* state) {
@@ -44,7 +53,7 @@ Tensor draw(Tensor noise, double p, Tensor* state) {
   at::Generator own = shared.clone();
   *state = own.get_state();
   noise.bernoulli_(1 - p, own);
-  shared.set_state(own.get_state());
+  follow(shared, own, noise);
   return noise;
 }
 
@@ -158,7 +167,7 @@ struct FusedDropout : torch::autograd::Function<FusedDropout> {
       at::Generator own = shared.clone();
       *used = {own.get_state(), p, input.strides().vec()};
       out = std::get<0>(at::_fused_dropout(input, 1 - p, own));
-      shared.set_state(own.get_state());
+      follow(shared, own, input);
     }
     ctx->save_for_backward({used->state});
     ctx->saved_data["p"] = p;
@@ -252,6 +261,8 @@ Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute,
 
 void register_dropout(torch::Library& m) {
   m.def("_graph_offset(Tensor x) -> int");  // graph_offset(), on CUDA
+  // Moves the counter of CUDA's default generator on x's device, whose mutex the caller holds.
+  m.def("_move_counter(Tensor x, int by) -> ()");
   // `draw` is a new, empty list in each call, which is said to be written to: so TorchScript's CSE does not merge two
   // draws, and a draw that nothing uses goes as aten's would.
   m.def("dropout(Tensor input, float p, bool train, bool draws, int recompute, int[](a!) draw) -> Tensor",

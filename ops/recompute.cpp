@@ -554,6 +554,8 @@ namespace {
 
 // Blocks that a core's own cache holds, of enough rows that a matrix product over them is not slower than one over all.
 constexpr int64_t kBlockBytes = 2 << 20, kBlockRows = 1024;
+// Elsewhere blocks that keep a whole device busy.
+constexpr int64_t kDeviceBlockBytes = 64 << 20, kDeviceBlockRows = 1 << 15;
 
 using MakeRows = std::function<Tensor(int64_t begin, int64_t end)>;
 
@@ -604,7 +606,10 @@ void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)
   const Below below;
   int64_t rows = 0;
   const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], user_, &rows);
-  const int64_t bytes = recipe->columns * 4, block = std::max(kBlockRows, kBlockBytes / bytes);
+  const bool cpu = leaves_[first_[slot]].is_cpu();
+  const int64_t bytes = recipe->columns * 4;
+  const int64_t block =
+      cpu ? std::max(kBlockRows, kBlockBytes / bytes) : std::max(kDeviceBlockRows, kDeviceBlockBytes / bytes);
   for (int64_t begin = 0; begin < rows;) {
     // The last block takes what would be too few rows for one.
     const int64_t end = rows - begin < 2 * block ? rows : begin + block;

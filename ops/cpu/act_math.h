@@ -156,6 +156,10 @@ struct Math {
     return TSMEM_ISA::phi_of(x, gauss);
   }
   template <class A>
+  TSMEM_INLINE A sixth_of(A x) {
+    return x / A(6);
+  }
+  template <class A>
   TSMEM_INLINE A relu_of(A x) {
     return x <= A(0) ? A(0) : x;
   }

@@ -9,6 +9,7 @@
 
 #include <initializer_list>
 
+#include "act.h"
 #include "cpu_dtype.h"
 #include "cuda/args.h"
 
@@ -34,6 +35,19 @@ inline bool aligned(std::initializer_list<at::Tensor> tensors) {
 
 inline const void* read(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline void* write(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+
+// An activation as PyTorch's CUDA kernels have its arguments: threshold compares with numbers of the tensor's dtype.
+// Emulated, as the CPU's.
+inline Act act_for([[maybe_unused]] at::ScalarType dtype, Act act) {
+#ifndef TSMEM_EMULATE_CUDA
+  if (act.kind == ActKind::threshold)
+    for (double* number : {&act.a, &act.b}) {
+      if (dtype == at::kHalf) *number = c10::Half(static_cast<float>(*number));
+      if (dtype == at::kBFloat16) *number = c10::BFloat16(static_cast<float>(*number));
+    }
+#endif
+  return act;
+}
 
 // A vector of parameters, or (written) of running statistics.
 inline Numbers numbers(const std::optional<at::Tensor>& t, bool written = false) {

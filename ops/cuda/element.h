@@ -81,6 +81,36 @@ __device__ inline void store_octet(const compute_t<T> (&v)[8], T* p, bool aligne
     if (k >= lo && k < hi) p[k] = own[k];
 }
 
+// Eight neighbours as they lie in memory: what has been read, and not yet been converted, so that a thread can have
+// several reads under way.
+template <class T>
+struct alignas(16) Octet {
+  T of[8];
+};
+
+// Elements [lo, hi) of the eight from p on; the others are 0. Reads no other memory. whole: all eight are there, and p
+// is a multiple of 16 bytes.
+template <bool whole, class T>
+__device__ inline Octet<T> read_octet(const T* p, bool aligned, int lo, int hi) {
+  Octet<T> own;
+  if (whole || (aligned && lo == 0 && hi == 8)) {
+    uint4 raw[sizeof(own) / 16];
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(own) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(&own, raw, sizeof(own));
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) own.of[k] = k >= lo && k < hi ? p[k] : T{};
+  }
+  return own;
+}
+
+template <class T>
+__device__ inline void numbers_in(const Octet<T>& own, compute_t<T> (&v)[8]) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = to_compute(own.of[k]);
+}
+
 template <class A>
 __device__ inline A number(const Numbers& n, int64_t i, A otherwise) {
   if (!n.data) return otherwise;

@@ -1,4 +1,5 @@
-// tsmem::_graph_offset: what a CUDA graph under capture has drawn so far.
+// tsmem::_graph_offset: what a CUDA graph under capture has drawn so far. tsmem::_move_counter: draws that a copy of
+// the generator has made.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -21,8 +22,16 @@ int64_t graph_offset(const at::Tensor& x) {
   }
 }
 
+void move_counter(const at::Tensor& x, int64_t by) {
+  const at::Generator generator = at::globalContext().defaultGenerator(x.device());
+  generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(static_cast<uint64_t>(by));
+}
+
 }  // namespace
 
-void implement_graph(torch::Library& m) { m.impl("_graph_offset", TORCH_FN(graph_offset)); }
+void implement_graph(torch::Library& m) {
+  m.impl("_graph_offset", TORCH_FN(graph_offset));
+  m.impl("_move_counter", TORCH_FN(move_counter));
+}
 
 }  // namespace tsmem::cuda

@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor> act_mask(const Tensor& x, int64_t kind, double a, dou
   const OnDevice on(x);
   Tensor y = at::empty_like(x), mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
   const Tensor dense = in_layout(x, y.strides());
-  mask_pack(cpu_dtype(x.scalar_type()), act_of(kind, a, b), read(dense), write(y), mask.mutable_data_ptr<uint8_t>(),
-            x.numel(), aligned({dense, y}), on.stream);
+  mask_pack(cpu_dtype(x.scalar_type()), act_for(x.scalar_type(), act_of(kind, a, b)), read(dense), write(y),
+            mask.mutable_data_ptr<uint8_t>(), x.numel(), aligned({dense, y}), on.stream);
   return {y, mask};
 }
 

@@ -10,10 +10,11 @@ namespace tsmem::cuda {
 
 namespace {
 
-constexpr int64_t kBlocks = 2048;  // as many as fill the largest device, in a reduction; the same for all devices
-constexpr int64_t kOctets = 4;     // of a thread in a reduction, at least, before its channel is split
+// Blocks of a reduction, and of a pass over rows: some for each multiprocessor of the largest devices; the same for all
+// devices, so that sums do not depend on the device.
+constexpr int64_t kBlocks = 792;
+constexpr int64_t kOctets = 4;  // of a thread in a reduction, at least, before its channel is split
 constexpr int64_t kMostParts = 1024;
-constexpr int64_t kRows = 8;  // of a thread, where it writes a map
 
 int64_t up_to_power(int64_t n, int64_t most) {
   int64_t p = 1;
@@ -21,6 +22,12 @@ int64_t up_to_power(int64_t n, int64_t most) {
   return p;
 }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Threads beside each other have neighbouring octets of channels, at most 32; so few as idle have none.
+Block rows_block(int64_t channels) {
+  const int64_t octets = ceil_div(channels, 8), x = ceil_div(octets, ceil_div(octets, 32));
+  return {static_cast<unsigned>(x), static_cast<unsigned>(kThreads / x)};
+}
 
 }  // namespace
 
@@ -39,9 +46,8 @@ Split split(const NormArgs& a, int64_t segments) {
     s.over_outer = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(outer, 1));
     s.over_inner = std::clamp<int64_t>(wanted / s.over_outer, 1, octets);
   } else {
+    s.block = rows_block(a.channels);
     const int64_t octets = ceil_div(a.channels, 8);
-    s.block.x = static_cast<unsigned>(up_to_power(octets, 32));
-    s.block.y = kThreads / s.block.x;
     const int64_t across = ceil_div(octets, s.block.x) * segments;
     s.over_outer = std::max<int64_t>(1, std::min({ceil_div(kBlocks, std::max<int64_t>(across, 1)),
                                                   ceil_div(outer, s.block.y * kOctets), kMostParts}));
@@ -52,101 +58,92 @@ Split split(const NormArgs& a, int64_t segments) {
 namespace {
 
 // --- Statistics
-// The moments of a thread are taken about its own first element: close to its mean, so that little cancels, and both
-// sums stay exact enough in float for the few thousand elements that it has. Threads, blocks and parts merge by the
-// law of total variance, in double.
+// Sums of a block are about an element of the channel: close to its mean, so that little cancels, and both sums stay
+// exact enough in float for the few thousand elements that a thread has. Blocks merge by the law of total variance, in
+// double.
 
-struct Moments {
-  double count, mean, m2;
-};
-
-template <class A>
-__device__ inline Moments moments_about(A shift, A sum, A squares, int64_t n) {
-  if (n == 0) return {0, 0, 0};
-  const double count = static_cast<double>(n), s = sum, q = squares;
-  return {count, shift + s / count, q - s * s / count};
+// Of a part: count, mean, sum of squared deviations.
+__device__ inline void write_moments(double* to, double count, double shift, double sum, double squares) {
+  to[0] = count;
+  to[1] = count > 0 ? shift + sum / count : 0;
+  to[2] = count > 0 ? squares - sum * sum / count : 0;
 }
 
-template <class T>
+template <class T, bool whole>
 __global__ void __launch_bounds__(kThreads, 2) stats_planar(NormArgs a, Split s, double* partial) {
   using A = compute_t<T>;
   const T* x = static_cast<const T*>(a.x);
   const PlanarBlock b(a, s);
-  A shift = 0, sum = 0, squares = 0;
-  int64_t n = 0;
-  planar_octets(a, s, b, [&](int64_t e, int lo, int hi) {
-    if (n == 0) shift = to_compute(x[e + lo]);
+  const int64_t first = b.group / a.channels * (a.outer / s.segments);
+  const A shift = to_compute(x[(first * a.channels + b.c) * a.inner]);
+  A sum = 0, squares = 0, n = 0;
+  const auto add = [&](const Octet<T>& own, int lo, int hi) {
     A v[8];
-    load_octet(x + e, a.aligned, lo, hi, shift, v);
+    numbers_in(own, v);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const A d = v[k] - shift;
+      const A d = whole || (k >= lo && k < hi) ? v[k] - shift : A(0);
       sum += d;
       squares += d * d;
     }
-    n += hi - lo;
-  });
-  const Moments own = moments_about(shift, sum, squares, n);
-  const double count = block_sum(own.count), total = block_sum(own.count * own.mean);
-  const double mean = count > 0 ? total / count : 0, d = own.mean - mean;
-  const double m2 = block_sum(own.count > 0 ? own.m2 + own.count * d * d : 0);
-  if (threadIdx.x == 0 && threadIdx.y == 0) {
-    double* to = partial + 3 * (b.group * s.parts() + b.part);
-    to[0] = count, to[1] = mean, to[2] = m2;
+    n += static_cast<A>(hi - lo);
+  };
+  if constexpr (whole) {
+    constexpr int batch = kBatch<T>;
+    whole_octets<batch>(a, s, b, [&](const int64_t(&e)[batch], int there) {
+      Octet<T> own[batch];
+#pragma unroll
+      for (int u = 0; u < batch; ++u)
+        if (u < there) own[u] = read_octet<true>(x + e[u], true, 0, 8);
+#pragma unroll
+      for (int u = 0; u < batch; ++u)
+        if (u < there) add(own[u], 0, 8);
+    });
+  } else {
+    planar_octets(a, s, b,
+                  [&](int64_t e, int lo, int hi) { add(read_octet<false>(x + e, a.aligned, lo, hi), lo, hi); });
   }
+  const double count = block_sum(n), total = block_sum(sum), of_squares = block_sum(squares);
+  if (threadIdx.x == 0 && threadIdx.y == 0)
+    write_moments(partial + 3 * (b.part * s.segments * a.channels + b.group), count, shift, total, of_squares);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 2) stats_rows(NormArgs a, Split s, double* partial) {
+template <class T, bool whole>
+__global__ void __launch_bounds__(kThreads, 3) stats_rows(NormArgs a, Split s, double* partial) {
   using A = compute_t<T>;
   const T* x = static_cast<const T*>(a.x);
   const RowsBlock b(a, s);
-  const bool aligned = a.aligned && a.channels % 8 == 0;
   A shift[8], sum[8], squares[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) shift[k] = sum[k] = squares[k] = 0;
-  int64_t n = 0;
-  if (b.width > 0) {
-    int64_t r = b.r0 + threadIdx.y;
-    if (r < b.r1) {
-      load_octet(x + r * a.channels + b.c, aligned, 0, b.width, A(0), shift);
-      n = (b.r1 - r + blockDim.y - 1) / blockDim.y;
-    }
-#pragma unroll 4
-    for (; r < b.r1; r += blockDim.y) {
-      A v[8];
-      load_octet(x + r * a.channels + b.c, aligned, 0, b.width, A(0), v);
+  constexpr int batch = kBatch<T>;
+  const int64_t step = blockDim.y;
+  if (b.width > 0 && b.r0 < b.r1) {
+    numbers_in(read_octet<whole>(x + b.r0 * a.channels + b.c, a.aligned && a.channels % 8 == 0, 0, b.width), shift);
+    for (int64_t r = b.r0 + threadIdx.y; r < b.r1; r += batch * step) {
+      Octet<T> own[batch];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const A d = v[k] - shift[k];
-        sum[k] += d;
-        squares[k] += d * d;
+      for (int u = 0; u < batch; ++u)
+        if (r + u * step < b.r1) own[u] = read_octet<whole>(x + (r + u * step) * a.channels + b.c, false, 0, b.width);
+#pragma unroll
+      for (int u = 0; u < batch; ++u) {
+        if (r + u * step >= b.r1) continue;
+        A v[8];
+        numbers_in(own[u], v);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const A d = v[k] - shift[k];
+          sum[k] += d;
+          squares[k] += d * d;
+        }
       }
     }
   }
-  double mean[8], total[8], m2[8];
-  const double rows = static_cast<double>(b.r1 - b.r0);
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const Moments own = moments_about(shift[k], sum[k], squares[k], n);
-    mean[k] = own.mean, m2[k] = own.m2;
-    total[k] = own.count * own.mean;
-  }
-  sum_over_y(total);
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    total[k] = rows > 0 ? total[k] / rows : 0;
-    const double d = mean[k] - total[k];
-    m2[k] = n > 0 ? m2[k] + static_cast<double>(n) * d * d : 0;
-  }
-  sum_over_y(m2);
-  if (threadIdx.y != 0) return;
-#pragma unroll
-  for (int k = 0; k < 8; ++k)
-    if (k < b.width) {
-      double* to = partial + 3 * ((b.c + k) * s.over_outer + b.part);
-      to[0] = rows, to[1] = total[k], to[2] = m2[k];
-    }
+  const double total = sum_over_rows(sum), of_squares = sum_over_rows(squares);
+  const int64_t c = b.first + threadIdx.y * blockDim.x + threadIdx.x;
+  if (c >= min(b.first + 8 * static_cast<int64_t>(blockDim.x), a.channels)) return;
+  const double about = b.r0 < b.r1 ? to_compute(x[b.r0 * a.channels + c]) : A(0);
+  write_moments(partial + 3 * (b.part * a.channels + c), static_cast<double>(b.r1 - b.r0), about, total, of_squares);
 }
 
 __device__ inline void set_output(void* to, bool f64, int64_t i, double value) {
@@ -156,24 +153,43 @@ __device__ inline void set_output(void* to, bool f64, int64_t i, double value) {
     static_cast<float*>(to)[i] = static_cast<float>(value);
 }
 
-// A warp for each channel.
+// Blocks that add parts: kGroups channels side by side, kLanes threads for the parts of each.
+constexpr unsigned kGroups = 8, kLanes = 32;
+
+// The sums over threadIdx.y of each group's numbers, for the threads with threadIdx.y 0.
+__device__ inline double sum_over_lanes(double v) {
+  __shared__ double values[kLanes][kGroups];
+  values[threadIdx.y][threadIdx.x] = v;
+  __syncthreads();
+  double sum = 0;
+  if (threadIdx.y == 0)
+    for (unsigned lane = 0; lane < kLanes; ++lane) sum += values[lane][threadIdx.x];
+  __syncthreads();  // the next call writes to `values`
+  return sum;
+}
+
 __global__ void __launch_bounds__(kThreads, 2) finish_stats(StatsArgs a) {
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool here = c < a.channels;  // the whole warp
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x;
+  const bool here = c < a.channels;
+  // About the first part's mean, for the same reason as the parts' own sums.
+  const double about = here && a.parts > 0 ? a.partial[3 * c + 1] : 0;
   double count = 0, total = 0, m2 = 0;
-  const double* from = a.partial + 3 * c * a.parts;
-  if (here)
-    for (int64_t p = threadIdx.x; p < a.parts; p += 32) count += from[3 * p], total += from[3 * p] * from[3 * p + 1];
-  count = warp_sum(count);
-  total = warp_sum(total);
-  double mean = total / count;
-  if (here)
-    for (int64_t p = threadIdx.x; p < a.parts; p += 32) {
-      const double d = from[3 * p + 1] - mean;
-      m2 += from[3 * p + 2] + from[3 * p] * d * d;
+  if (here) {
+#pragma unroll 4
+    for (int64_t p = threadIdx.y; p < a.parts; p += kLanes) {
+      const double* part = a.partial + 3 * (p * a.channels + c);
+      const double d = part[1] - about;
+      count += part[0];
+      total += part[0] * d;
+      m2 += part[2] + part[0] * d * d;
     }
-  m2 = warp_sum(m2);
-  if (!here || threadIdx.x != 0) return;
+  }
+  count = sum_over_lanes(count);
+  total = sum_over_lanes(total);
+  m2 = sum_over_lanes(m2);
+  if (!here || threadIdx.y != 0) return;
+  double mean = about + total / count;
+  m2 = max(m2 - total * total / count, 0.0);
   double var;
   if (a.parts == 0) {
     mean = number(a.running_mean, c, 0.0);
@@ -218,114 +234,166 @@ __device__ inline unsigned bits_at(const uint8_t* mask, int64_t e, int hi) {
   return bits;
 }
 
-template <class T, class A>
-__device__ inline void apply_octet(const NormArgs& a, int64_t e, int hi, const Channel<A> (&ch)[8]) {
-  A x[8], pre[8];
-  load_octet(static_cast<const T*>(a.x) + e, a.aligned, 0, hi, A(0), x);
-  affine(ch, x, pre);
-  if (a.other) {
-    A other[8];
-    load_octet(static_cast<const T*>(a.other) + e, a.aligned, 0, hi, A(0), other);
+// Numbers of eight channels beside each other.
+template <class A>
+__device__ inline void channels_from(const void* numbers, int64_t c, A (&to)[8]) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) pre[k] += other[k];
-  }
-  if (a.mask) a.mask[e / 8] = static_cast<uint8_t>(act_bits(pre, a.act));
-  act_octet(pre, a.act);
-  store_octet(pre, static_cast<T*>(a.out) + e, a.aligned, 0, hi);
+  for (int k = 0; k < 8; ++k) to[k] = numbers ? static_cast<const A*>(numbers)[c + k] : A(0);
+}
+
+// An octet's operands, as they lie in memory.
+template <class T>
+struct Operands {
+  Octet<T> x, other, grad;
+  unsigned bits;
+};
+
+// A one-bit activation of a sum has its mask in backward, and identity needs nothing.
+template <class Row, bool backward>
+constexpr bool needs_other = !backward || std::is_same_v<Row, AnyAct>;
+
+template <class T, class Row, bool whole, bool backward>
+__device__ inline void read_operands(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& read) {
+  // Rows that are not whole octets begin anywhere.
+  const bool aligned = a.aligned && e % 8 == 0;
+  if (backward) read.grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, aligned, lo, hi);
+  if (!backward || a.x) read.x = read_octet<whole>(static_cast<const T*>(a.x) + e, aligned, lo, hi);
+  if (needs_other<Row, backward> && a.other)
+    read.other = read_octet<whole>(static_cast<const T*>(a.other) + e, aligned, lo, hi);
+  if (backward && a.from_mask) read.bits = whole ? a.mask[e / 8] : bits_at(a.mask, e, hi);
+}
+
+template <bool with_other, class T, class A>
+__device__ inline void pre_activation(const NormArgs& a, const Operands<T>& read, const Channel<A> (&ch)[8],
+                                      const A (&x)[8], A (&pre)[8]) {
+  affine(ch, x, pre);
+  if (!with_other || !a.other) return;
+  A other[8];
+  numbers_in(read.other, other);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) pre[k] += other[k];
 }
 
 // x and the gradient of the pre-activation of elements [lo, hi) of the eight from e on; elsewhere the mean, where no
 // activation's derivative is NaN, and 0.
-template <class T, class A>
-__device__ inline void grad_octet(const NormArgs& a, int64_t e, int lo, int hi, bool aligned, const Channel<A> (&ch)[8],
-                                  A (&x)[8], A (&g)[8]) {
-  load_octet(static_cast<const T*>(a.grad) + e, aligned, lo, hi, A(0), g);
+template <class T, class Row, bool whole, class A>
+__device__ inline void grad_octet(const NormArgs& a, const Operands<T>& read, int64_t e, int lo, int hi,
+                                  const Channel<A> (&ch)[8], A (&x)[8], A (&g)[8]) {
+  numbers_in(read.grad, g);
   if (a.x) {
-    load_octet(static_cast<const T*>(a.x) + e, aligned, lo, hi, A(0), x);
+    numbers_in(read.x, x);
+    if (!whole)
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      if (k < lo || k >= hi) x[k] = ch[k].mean;
+      for (int k = 0; k < 8; ++k)
+        if (k < lo || k >= hi) x[k] = ch[k].mean;
   } else {
 #pragma unroll
     for (int k = 0; k < 8; ++k) x[k] = 0;
   }
   if (a.from_mask) {
-    bits_backward(bits_at(a.mask, e, hi), g, a.act);
-  } else if (a.act.kind != ActKind::identity) {
+    bits_backward<Row>(read.bits, g, a.act);
+  } else if (!std::is_same_v<Row, acts::Identity> && a.act.kind != ActKind::identity) {
     A pre[8];
-    affine(ch, x, pre);
-    if (a.other) {
-      A other[8];
-      load_octet(static_cast<const T*>(a.other) + e, aligned, lo, hi, A(0), other);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) pre[k] += other[k];
-    }
-    act_backward_octet(pre, g, a.act);
+    pre_activation<needs_other<Row, true>>(a, read, ch, x, pre);
+    act_backward_octet<Row>(pre, g, a.act);
   }
-  if (a.grad_other) store_octet(g, static_cast<T*>(a.grad_other) + e, aligned, lo, hi);
+  if (a.grad_other) store_octet(g, static_cast<T*>(a.grad_other) + e, whole || (a.aligned && e % 8 == 0), lo, hi);
 }
 
-template <class T, class A>
-__device__ inline void input_grad_octet(const NormArgs& a, int64_t e, int hi, const Channel<A> (&ch)[8],
-                                        const A (&tilt)[8], const A (&level)[8]) {
-  A x[8], g[8];
-  grad_octet<T>(a, e, 0, hi, a.aligned, ch, x, g);
-  if (!a.out) return;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    g[k] *= ch[k].scale;
-    if (a.tilt) g[k] -= fma_of(x[k] - ch[k].mean, tilt[k], level[k]);
-  }
-  store_octet(g, static_cast<T*>(a.out) + e, a.aligned, 0, hi);
-}
-
-// One octet a thread, for planar maps and rows whose octets are of several rows; backward: norm_grad, else norm_apply.
-template <class T, bool backward>
-__global__ void __launch_bounds__(kThreads, 3) map_flat(NormArgs a) {
-  using A = compute_t<T>;
-  const int64_t e = 8 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
-  if (e >= a.numel) return;
-  const int hi = static_cast<int>(min(a.numel - e, int64_t{8}));
-  Channel<A> ch[8];
-  int64_t index[8];
-  flat_channels(a, e, hi, ch, index);
+// norm_grad (backward), or norm_apply, of the octet at e.
+template <class T, class Row, bool whole, bool backward, class A>
+__device__ inline void map_octet(const NormArgs& a, const Operands<T>& read, int64_t e, int hi,
+                                 const Channel<A> (&ch)[8], const A (&tilt)[8], const A (&level)[8]) {
+  A x[8], to[8];
   if constexpr (backward) {
-    A tilt[8], level[8];
+    grad_octet<T, Row, whole>(a, read, e, 0, hi, ch, x, to);
+    if (!a.out) return;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      tilt[k] = a.tilt ? static_cast<const A*>(a.tilt)[index[k]] : A(0);
-      level[k] = a.tilt ? static_cast<const A*>(a.level)[index[k]] : A(0);
+      to[k] *= ch[k].scale;
+      if (a.tilt) to[k] -= fma_of(x[k] - ch[k].mean, tilt[k], level[k]);
     }
-    input_grad_octet<T>(a, e, hi, ch, tilt, level);
   } else {
-    apply_octet<T>(a, e, hi, ch);
+    numbers_in(read.x, x);
+    pre_activation<true>(a, read, ch, x, to);
+    if (a.mask) a.mask[e / 8] = static_cast<uint8_t>(act_bits<Row>(to, a.act));
+    act_octet<Row>(to, a.act);
+  }
+  store_octet(to, static_cast<T*>(a.out) + e, whole || a.aligned, 0, hi);
+}
+
+// Reads under way in a pass over maps; fewer where an activation is known at run time alone.
+template <class T, class Row>
+constexpr int kMapBatch = std::is_same_v<Row, AnyAct> ? (kBatch<T> + 1) / 2 : kBatch<T>;
+
+// The last blocks go first: what the pass before this one read last is still in the second-level cache.
+__device__ inline int64_t from_the_end(int64_t blocks) { return blocks - 1 - blockIdx.x; }
+
+// An octet of planes, or of rows that are not whole octets, a thread.
+template <class T, class Row, bool whole, bool backward>
+__global__ void __launch_bounds__(kThreads, 2) map_flat(NormArgs a, int64_t blocks) {
+  using A = compute_t<T>;
+  constexpr int batch = whole ? kMapBatch<T, Row> : 1;
+  const int64_t first = 8 * (from_the_end(blocks) * batch * blockDim.x + threadIdx.x), step = 8 * blockDim.x;
+  Operands<T> read[batch];
+#pragma unroll
+  for (int u = 0; u < batch; ++u) {
+    const int64_t e = first + u * step;
+    if (e < a.numel)
+      read_operands<T, Row, whole, backward>(a, e, 0, static_cast<int>(min(a.numel - e, int64_t{8})), read[u]);
+  }
+#pragma unroll
+  for (int u = 0; u < batch; ++u) {
+    const int64_t e = first + u * step;
+    if (e >= a.numel) return;
+    const int hi = whole ? 8 : static_cast<int>(min(a.numel - e, int64_t{8}));
+    Channel<A> ch[8];
+    A tilt[8], level[8];
+    if constexpr (whole) {  // one channel
+      int64_t i = e, c = a.by_inner.split(i);
+      a.by_channels.split(c);
+      const Channel<A> own = channel<A>(a, c);
+      const A t = backward && a.tilt ? static_cast<const A*>(a.tilt)[c] : A(0);
+      const A l = backward && a.tilt ? static_cast<const A*>(a.level)[c] : A(0);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) ch[k] = own, tilt[k] = t, level[k] = l;
+    } else {
+      int64_t index[8];
+      flat_channels(a, e, hi, ch, index);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        tilt[k] = backward && a.tilt ? static_cast<const A*>(a.tilt)[index[k]] : A(0);
+        level[k] = backward && a.tilt ? static_cast<const A*>(a.level)[index[k]] : A(0);
+      }
+    }
+    map_octet<T, Row, whole, backward>(a, read[u], e, hi, ch, tilt, level);
   }
 }
 
-// Rows of whole octets: a thread stays with its eight channels for kRows rows.
-template <class T, bool backward>
-__global__ void __launch_bounds__(kThreads, 3) map_rows(NormArgs a) {
+// Rows of whole octets: a thread stays with its eight channels for `rows` rows of its block's.
+template <class T, class Row, bool backward>
+__global__ void __launch_bounds__(kThreads, 2) map_rows(NormArgs a, int64_t rows, int64_t blocks) {
   using A = compute_t<T>;
+  constexpr int batch = kMapBatch<T, Row>;
   const int64_t octets = a.channels / 8, across = (octets + blockDim.x - 1) / blockDim.x;
-  const int64_t octet = static_cast<int64_t>(blockIdx.x % across) * blockDim.x + threadIdx.x, c = 8 * octet;
+  const int64_t block = from_the_end(blocks);
+  const int64_t octet = block % across * blockDim.x + threadIdx.x, c = 8 * octet, step = blockDim.y;
   if (octet >= octets) return;
-  const int64_t r0 = blockIdx.x / across * blockDim.y * kRows + threadIdx.y;
-  const int64_t r1 = min(r0 + blockDim.y * kRows, a.outer);
+  const int64_t r0 = block / across * rows, r1 = min(r0 + rows, a.outer);
   Channel<A> ch[8];
   A tilt[8], level[8];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    ch[k] = channel<A>(a, c + k);
-    if (backward) {
-      tilt[k] = a.tilt ? static_cast<const A*>(a.tilt)[c + k] : A(0);
-      level[k] = a.tilt ? static_cast<const A*>(a.level)[c + k] : A(0);
-    }
-  }
-  for (int64_t r = r0; r < r1; r += blockDim.y) {
-    if constexpr (backward)
-      input_grad_octet<T>(a, r * a.channels + c, 8, ch, tilt, level);
-    else
-      apply_octet<T>(a, r * a.channels + c, 8, ch);
+  for (int k = 0; k < 8; ++k) ch[k] = channel<A>(a, c + k);
+  if (backward) channels_from(a.tilt, c, tilt), channels_from(a.level, c, level);
+  for (int64_t r = r0 + threadIdx.y; r < r1; r += batch * step) {
+    Operands<T> read[batch];
+#pragma unroll
+    for (int u = 0; u < batch; ++u)
+      if (r + u * step < r1) read_operands<T, Row, true, backward>(a, (r + u * step) * a.channels + c, 0, 8, read[u]);
+#pragma unroll
+    for (int u = 0; u < batch; ++u)
+      if (r + u * step < r1)
+        map_octet<T, Row, true, backward>(a, read[u], (r + u * step) * a.channels + c, 8, ch, tilt, level);
   }
 }
 
@@ -333,25 +401,42 @@ template <bool backward>
 void map(const char* name, const NormArgs& a, Stream stream) {
   with_dtype(a.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    if (!a.planar() && a.channels % 8 == 0) {
-      const int64_t octets = a.channels / 8, x = up_to_power(octets, 32), y = kThreads / x;
-      const Block block{static_cast<unsigned>(x), static_cast<unsigned>(y)};
-      launch(name, map_rows<T, backward>, ceil_div(octets, x) * ceil_div(a.outer, y * kRows), block, stream, a);
-    } else {
-      launch(name, map_flat<T, backward>, ceil_div(a.numel, 8 * kThreads), Block{kThreads}, stream, a);
-    }
+    with_common_act(a.act.kind, [&](auto row) {
+      using Row = decltype(row);
+      const bool whole = whole_octets_only(a);
+      if (whole && !a.planar()) {
+        const Block block = rows_block(a.channels);
+        const int64_t across = ceil_div(a.channels / 8, block.x), least = block.y * kMapBatch<T, Row>;
+        const int64_t rows = least * std::clamp<int64_t>(a.outer * across / (least * 2 * kBlocks), 1, 16);
+        const int64_t blocks = across * ceil_div(a.outer, rows);
+        launch(name, map_rows<T, Row, backward>, blocks, block, stream, a, rows, blocks);
+      } else {
+        const int64_t blocks = ceil_div(a.numel, 8 * kThreads * (whole ? kMapBatch<T, Row> : 1));
+        launch(name, whole ? map_flat<T, Row, true, backward> : map_flat<T, Row, false, backward>, blocks,
+               Block{kThreads}, stream, a, blocks);
+      }
+    });
   });
 }
 
 // --- Sums
 
 // grad_pre, and grad_pre * (x - mean).
+template <class Row>
 struct NormSums {
-  template <class T, class A>
-  static __device__ void values(const NormArgs& a, int64_t e, int lo, int hi, bool aligned, const Channel<A> (&ch)[8],
-                                A (&g)[8], A (&dot)[8]) {
+  template <class T>
+  using Read = Operands<T>;
+  template <class T>
+  static constexpr int batch = kMapBatch<T, Row>;
+  template <class T, bool whole>
+  static __device__ void read(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& to) {
+    read_operands<T, Row, whole, true>(a, e, lo, hi, to);
+  }
+  template <class T, bool whole, class A>
+  static __device__ void values(const NormArgs& a, const Operands<T>& read, int64_t e, int lo, int hi,
+                                const Channel<A> (&ch)[8], A (&g)[8], A (&dot)[8]) {
     A x[8];
-    grad_octet<T>(a, e, lo, hi, aligned, ch, x, g);
+    grad_octet<T, Row, whole>(a, read, e, lo, hi, ch, x, g);
 #pragma unroll
     for (int k = 0; k < 8; ++k) dot[k] = a.x ? g[k] * (x[k] - ch[k].mean) : A(0);
   }
@@ -359,38 +444,50 @@ struct NormSums {
 
 // grad * act(pre)
 struct ScaleSums {
-  template <class T, class A>
-  static __device__ void values(const NormArgs& a, int64_t e, int lo, int hi, bool aligned, const Channel<A> (&ch)[8],
-                                A (&g)[8], A (&none)[8]) {
+  template <class T>
+  using Read = Operands<T>;
+  template <class T>
+  static constexpr int batch = kMapBatch<T, AnyAct>;
+  template <class T, bool whole>
+  static __device__ void read(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& to) {
+    read_operands<T, AnyAct, whole, true>(a, e, lo, hi, to);
+  }
+  template <class T, bool whole, class A>
+  static __device__ void values(const NormArgs& a, const Operands<T>& read, int64_t, int lo, int hi,
+                                const Channel<A> (&ch)[8], A (&g)[8], A (&none)[8]) {
     A x[8], y[8];
-    load_octet(static_cast<const T*>(a.grad) + e, aligned, lo, hi, A(0), g);
-    load_octet(static_cast<const T*>(a.x) + e, aligned, lo, hi, A(0), x);
+    numbers_in(read.grad, g);
+    numbers_in(read.x, x);
     affine(ch, x, y);
     act_octet(y, a.act);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      g[k] = k >= lo && k < hi ? g[k] * y[k] : A(0);
+      g[k] = whole || (k >= lo && k < hi) ? g[k] * y[k] : A(0);
       none[k] = 0;
     }
   }
 };
 
-// The two sums of a group, for all threads of its warp; 0 where there is no such group.
+// The two sums of a group, for the threads with threadIdx.y 0; 0 where there is no such group.
 __device__ inline void sum_parts(const double* partial, int64_t group, int64_t groups, int64_t parts, double& sum,
                                  double& dot) {
   sum = dot = 0;
-  const double* from = partial + 2 * group * parts;
-  if (group < groups)
-    for (int64_t p = threadIdx.x; p < parts; p += 32) sum += from[2 * p], dot += from[2 * p + 1];
-  sum = warp_sum(sum);
-  dot = warp_sum(dot);
+  if (group < groups) {
+#pragma unroll 4
+    for (int64_t p = threadIdx.y; p < parts; p += kLanes) {
+      sum += partial[2 * (p * groups + group)];
+      dot += partial[2 * (p * groups + group) + 1];
+    }
+  }
+  sum = sum_over_lanes(sum);
+  dot = sum_over_lanes(dot);
 }
 
 __global__ void __launch_bounds__(kThreads, 2) finish_sums(SumsArgs a) {
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x;
   double sum, dot;
   sum_parts(a.partial, c, a.channels, a.parts, sum, dot);
-  if (c >= a.channels || threadIdx.x != 0) return;
+  if (c >= a.channels || threadIdx.y != 0) return;
   const double invstd = a.f64 ? static_cast<const double*>(a.invstd)[c] : static_cast<const float*>(a.invstd)[c];
   const double scale = invstd * number(a.weight, c, 1.0);
   dot *= invstd;
@@ -404,46 +501,49 @@ __global__ void __launch_bounds__(kThreads, 2) finish_sums(SumsArgs a) {
 
 __global__ void __launch_bounds__(kThreads, 2)
     finish_scale_grad(const double* partial, int64_t groups, int64_t parts, bool f64, void* out) {
-  const int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x;
   double sum, none;
   sum_parts(partial, group, groups, parts, sum, none);
-  if (group < groups && threadIdx.x == 0) set_output(out, f64, group, sum);
+  if (group < groups && threadIdx.y == 0) set_output(out, f64, group, sum);
 }
 
-constexpr Block kWarps{32, 8};
-int64_t warp_blocks(int64_t n) { return ceil_div(n, kWarps.y); }
+constexpr Block kFinish{kGroups, kLanes};
+int64_t finish_blocks(int64_t n) { return ceil_div(n, kGroups); }
 
 }  // namespace
 
 void norm_stats(const NormArgs& a, const Split& s, double* partial, Stream stream) {
   with_dtype(a.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
+    const bool whole = whole_octets_only(a);
     if (a.planar())
-      launch("stats_planar", stats_planar<T>, planar_blocks(a, s), s.block, stream, a, s, partial);
+      launch("stats_planar", whole ? stats_planar<T, true> : stats_planar<T, false>, planar_blocks(a, s), s.block,
+             stream, a, s, partial);
     else
-      launch("stats_rows", stats_rows<T>, rows_blocks(a, s), s.block, stream, a, s, partial);
+      launch("stats_rows", whole ? stats_rows<T, true> : stats_rows<T, false>, rows_blocks(a, s), s.block, stream, a, s,
+             partial);
   });
 }
 
 void norm_finish_stats(const StatsArgs& a, Stream stream) {
-  launch("finish_stats", finish_stats, warp_blocks(a.channels), kWarps, stream, a);
+  launch("finish_stats", finish_stats, finish_blocks(a.channels), kFinish, stream, a);
 }
 
 void norm_apply(const NormArgs& a, Stream stream) { map<false>("norm_apply", a, stream); }
 void norm_grad(const NormArgs& a, Stream stream) { map<true>("norm_grad", a, stream); }
 
 void norm_reduce(const NormArgs& a, const Split& s, double* partial, Stream stream) {
-  reduce<NormSums>("norm_reduce", a, s, partial, stream);
+  with_common_act(a.act.kind, [&](auto row) { reduce<NormSums<decltype(row)>>("norm_reduce", a, s, partial, stream); });
 }
 
 void norm_finish_sums(const SumsArgs& a, Stream stream) {
-  launch("finish_sums", finish_sums, warp_blocks(a.channels), kWarps, stream, a);
+  launch("finish_sums", finish_sums, finish_blocks(a.channels), kFinish, stream, a);
 }
 
 void norm_scale_grad(const NormArgs& a, const Split& s, double* partial, void* out, Stream stream) {
   reduce<ScaleSums>("norm_scale_grad", a, s, partial, stream);
   const int64_t groups = s.segments * a.channels;
-  launch("finish_scale_grad", finish_scale_grad, warp_blocks(groups), kWarps, stream, partial, groups, s.parts(),
+  launch("finish_scale_grad", finish_scale_grad, finish_blocks(groups), kFinish, stream, partial, groups, s.parts(),
          a.dtype == Dtype::f64, out);
 }
 

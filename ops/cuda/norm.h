@@ -43,7 +43,7 @@ Split split(const NormArgs&, int64_t segments);
 
 // What finishes the statistics. Outputs are double for f64, else float.
 struct StatsArgs {
-  const double* partial = nullptr;  // [channels, parts, 3]: count, mean, sum of squared deviations
+  const double* partial = nullptr;  // [parts, channels, 3]: count, mean, sum of squared deviations
   int64_t parts = 0;                // 0: not training, the running statistics are used
   int64_t channels = 0;
   Numbers running_mean, running_var;
@@ -52,7 +52,7 @@ struct StatsArgs {
   void *mean = nullptr, *invstd = nullptr;
 };
 
-// partial: [channels, parts, 3] doubles.
+// partial: [parts, channels, 3] doubles.
 void norm_stats(const NormArgs&, const Split&, double* partial, Stream);
 // Mean, inverse deviation, and, in training, the running statistics.
 void norm_finish_stats(const StatsArgs&, Stream);
@@ -60,7 +60,7 @@ void norm_finish_stats(const StatsArgs&, Stream);
 void norm_apply(const NormArgs&, Stream);
 
 // Sums over each channel of grad_pre and of grad_pre * (x - mean) (x null: only the first). Writes grad_other. partial:
-// [channels, parts, 2] doubles.
+// [parts, channels, 2] doubles.
 void norm_reduce(const NormArgs&, const Split&, double* partial, Stream);
 struct SumsArgs {
   const double* partial = nullptr;
@@ -75,7 +75,7 @@ void norm_finish_sums(const SumsArgs&, Stream);
 // out = the gradient of x, where there is `out`; writes grad_other.
 void norm_grad(const NormArgs&, Stream);
 
-// out[s, c] = the sum over segment s of grad * act(pre). partial: [segments, channels, parts, 2] doubles.
+// out[s, c] = the sum over segment s of grad * act(pre). partial: [parts, segments, channels, 2] doubles.
 void norm_scale_grad(const NormArgs&, const Split&, double* partial, void* out, Stream);
 
 }  // namespace tsmem::cuda

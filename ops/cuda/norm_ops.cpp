@@ -1,6 +1,8 @@
 // The raw normalisation ops on a CUDA device: norm_ops.h tells what they do. Nothing here waits for the device.
 #include "norm_ops.h"
 
+#include <ATen/native/Normalization.h>
+
 #include "act_table.h"
 #include "cuda/device.h"
 #include "cuda/norm.h"
@@ -18,7 +20,7 @@ using at::Tensor;
 NormArgs view(const Tensor& x, bool channels_last, const Act& act) {
   NormArgs a;
   a.dtype = cpu_dtype(x.scalar_type());
-  a.act = act;
+  a.act = act_for(x.scalar_type(), act);
   a.numel = x.numel();
   a.channels = x.size(1);
   if (a.numel == 0) return a;
@@ -78,6 +80,21 @@ void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, 
   norm_finish_stats(s, stream);
 }
 
+// PyTorch's own kernels give a result the input's strides; cuDNN, which it takes for some dtypes and sizes, knows
+// contiguous maps and channels_last alone.
+Tensor in_stocks_layout(const Tensor& out, [[maybe_unused]] const Tensor& input,
+                        [[maybe_unused]] const BatchNormArgs& bn, [[maybe_unused]] double eps) {
+#ifndef TSMEM_EMULATE_CUDA
+  if (out.strides() == input.strides() || !input.is_non_overlapping_and_dense()) return out;
+  const auto tensor = [](const OptTensor& t) { return t ? *t : Tensor(); };
+  if (at::native::_select_batch_norm_backend(input, tensor(bn.weight), tensor(bn.bias), tensor(bn.running_mean),
+                                             tensor(bn.running_var), bn.training,
+                                             eps) == at::native::BatchNormBackend::Native)
+    return at::empty_strided(input.sizes(), input.strides(), out.options()).copy_(out);
+#endif
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                                                    const OptTensor& running_mean, const OptTensor& running_var,
                                                    const OptTensor& other, bool training, double momentum, double eps,
@@ -97,10 +114,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
   a.other = read(z);
   a.out = write(out);
   if (keep_mask) a.mask = mask.mutable_data_ptr<uint8_t>();
-  statistics_of(a, x, {weight, bias, running_mean, running_var, training, momentum, eps}, mean, invstd, on.stream);
+  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+  statistics_of(a, x, bn, mean, invstd, on.stream);
   set_coefficients(a, mean, invstd, weight, bias);
   norm_apply(a, on.stream);
-  return {out, mean, invstd, mask};
+  return {in_stocks_layout(out, input, bn, eps), mean, invstd, mask};
 }
 
 // act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.

@@ -213,10 +213,18 @@ __global__ void __launch_bounds__(kThreads, 2) again(PoolArgs a) {
 
 // grad_pre and grad_pre * (x - mean) of the inputs that won; e counts outputs.
 struct PoolSums {
-  template <class T, class A>
-  static __device__ void values(const PoolArgs& a, int64_t e, int lo, int hi, bool aligned, const Channel<A> (&ch)[8],
-                                A (&g)[8], A (&dot)[8]) {
-    load_octet(static_cast<const T*>(a.grad) + e, aligned, lo, hi, A(0), g);
+  template <class T>
+  using Read = Octet<T>;
+  template <class T>
+  static constexpr int batch = 1;
+  template <class T, bool whole>
+  static __device__ void read(const PoolArgs& a, int64_t e, int lo, int hi, Octet<T>& grad) {
+    grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, a.norm.aligned && e % 8 == 0, lo, hi);
+  }
+  template <class T, bool whole, class A>
+  static __device__ void values(const PoolArgs& a, const Octet<T>& grad, int64_t e, int lo, int hi,
+                                const Channel<A> (&ch)[8], A (&g)[8], A (&dot)[8]) {
+    numbers_in(grad, g);
     A x[8], pre[8];
     Place p = place(a, e + lo);
 #pragma unroll

@@ -83,7 +83,7 @@ void norm_pool_forward(const PoolArgs&, Stream);
 // out again, from x and positions.
 void norm_pool_again(const PoolArgs&, Stream);
 // Sums over each channel of grad_pre and grad_pre * (x - mean). norm's outer and inner are the output's. partial:
-// [channels, parts, 2] doubles.
+// [parts, channels, 2] doubles.
 void norm_pool_reduce(const PoolArgs&, const Split&, double* partial, Stream);
 // out = the gradient of x.
 void norm_pool_backward(const PoolArgs&, Stream);

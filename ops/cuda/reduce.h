@@ -43,22 +43,20 @@ __device__ inline double block_sum(double v) {
   return v;
 }
 
-// The sums over the threads of equal threadIdx.x, for all of them. blockDim.y is a power of two.
-__device__ inline void sum_over_y(double (&v)[8]) {
-  __shared__ double sums[8][kThreads];
+// The sums over threadIdx.y, channel by channel: thread i < 8 * blockDim.x gets that of the block's i-th channel.
+// blockDim.y is 8 or more.
+template <class A>
+__device__ inline double sum_over_rows(const A (&v)[8]) {
+  __shared__ A values[8][kThreads + 1];  // one more: other banks
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
 #pragma unroll
-  for (int k = 0; k < 8; ++k) sums[k][thread] = v[k];
+  for (int k = 0; k < 8; ++k) values[k][thread] = v[k];
   __syncthreads();
-  for (unsigned step = blockDim.y / 2; step > 0; step /= 2) {
-    if (threadIdx.y < step)
-#pragma unroll
-      for (int k = 0; k < 8; ++k) sums[k][thread] += sums[k][thread + step * blockDim.x];
-    __syncthreads();
-  }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) v[k] = sums[k][threadIdx.x];
-  __syncthreads();  // the next call writes to `sums`
+  double sum = 0;
+  if (thread < 8 * blockDim.x)
+    for (unsigned y = 0; y < blockDim.y; ++y) sum += values[thread % 8][y * blockDim.x + thread / 8];
+  __syncthreads();  // the next call writes to `values`
+  return sum;
 }
 
 // Part `part` of [0, n).
@@ -97,16 +95,43 @@ __device__ inline void planar_octets(const NormArgs& a, const Split& s, const Pl
   }
 }
 
+// The same where planes are whole octets: f(elements, how many of them are there), `batch` octets at a time, so that
+// all of them are read before the first is used.
+template <int batch, class F>
+__device__ inline void whole_octets(const NormArgs& a, const Split& s, const PlanarBlock& b, F f) {
+  const int64_t per_segment = a.outer / s.segments, first = b.group / a.channels * per_segment;
+  const int64_t n0 = first + begin_of(per_segment, b.part / s.over_inner, s.over_outer);
+  const int64_t n1 = first + begin_of(per_segment, b.part / s.over_inner + 1, s.over_outer);
+  const int64_t slice = b.part % s.over_inner, octets = a.inner / 8;
+  const int64_t o0 = begin_of(octets, slice, s.over_inner), own = begin_of(octets, slice + 1, s.over_inner) - o0;
+  // The part's octets, counted through all its planes.
+  const unsigned total = static_cast<unsigned>((n1 - n0) * own), threads = blockDim.x * blockDim.y;
+  for (unsigned i = threadIdx.y * blockDim.x + threadIdx.x; i < total; i += batch * threads) {
+    int64_t e[batch];
+    int there = 0;
+#pragma unroll
+    for (int u = 0; u < batch; ++u) {
+      const unsigned at = i + u * threads;
+      if (at >= total) continue;
+      const unsigned n = at / static_cast<unsigned>(own);
+      e[u] = 8 * (((n0 + n) * a.channels + b.c) * octets + o0 + at - n * static_cast<unsigned>(own));
+      there = u + 1;
+    }
+    f(e, there);
+  }
+}
+
 // Rows: each thread has eight channels from c on, of which `width` are there, and every blockDim.y-th row of its part.
 struct RowsBlock {
-  int64_t segment, part, c, r0, r1;
+  int64_t segment, part, first, c, r0, r1;  // first: the block's first channel
   int width;
   __device__ RowsBlock(const NormArgs& a, const Split& s) {
     const int64_t across = ((a.channels + 7) / 8 + blockDim.x - 1) / blockDim.x;
     const int64_t index = blockIdx.x / across, parts = s.over_outer;
     segment = index / parts;
     part = index % parts;
-    c = 8 * (static_cast<int64_t>(blockIdx.x % across) * blockDim.x + threadIdx.x);
+    first = 8 * static_cast<int64_t>(blockIdx.x % across) * blockDim.x;
+    c = first + 8 * threadIdx.x;
     width = static_cast<int>(max(min(a.channels - c, int64_t{8}), int64_t{0}));
     const int64_t rows = a.outer / s.segments;
     r0 = segment * rows + begin_of(rows, part, parts);
@@ -119,11 +144,17 @@ inline int64_t rows_blocks(const NormArgs& a, const Split& s) {
 }
 inline int64_t planar_blocks(const NormArgs& a, const Split& s) { return s.segments * a.channels * s.parts(); }
 
-// partial[group, part] = the sums of the two numbers an element that
-// S::values(args, first element, lo, hi, aligned, channels of the eight, first, second) gives; 0 outside [lo, hi).
-template <class T, class S, class Args>
+// Reads of each operand that a thread has under way: 64 bytes.
+template <class T>
+constexpr int kBatch = 8 / sizeof(T);
+
+// partial[part, group] = the sums of the two numbers an element that S gives: S::read<T, whole> an octet's operands,
+// S::values<T, whole>(args, what was read, first element, lo, hi, channels of the eight, first, second) its numbers, 0
+// outside [lo, hi).
+template <class T, class S, bool whole, class Args>
 __global__ void __launch_bounds__(kThreads, 2) reduce_planar(Args args, Split s, double* partial) {
   using A = compute_t<T>;
+  using Read = typename S::template Read<T>;
   const NormArgs& a = norm_of(args);
   const PlanarBlock b(a, s);
   Channel<A> ch[8];
@@ -131,21 +162,39 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_planar(Args args, Split s,
 #pragma unroll
   for (int k = 1; k < 8; ++k) ch[k] = ch[0];
   A first = 0, second = 0;
-  planar_octets(a, s, b, [&](int64_t e, int lo, int hi) {
+  const auto add = [&](const Read& read, int64_t e, int lo, int hi) {
     A u[8], v[8];
-    S::template values<T>(args, e, lo, hi, a.aligned, ch, u, v);
+    S::template values<T, whole>(args, read, e, lo, hi, ch, u, v);
 #pragma unroll
     for (int k = 0; k < 8; ++k) first += u[k], second += v[k];
-  });
+  };
+  if constexpr (whole) {
+    constexpr int batch = S::template batch<T>;
+    whole_octets<batch>(a, s, b, [&](const int64_t(&e)[batch], int there) {
+      Read read[batch];
+#pragma unroll
+      for (int u = 0; u < batch; ++u)
+        if (u < there) S::template read<T, true>(args, e[u], 0, 8, read[u]);
+#pragma unroll
+      for (int u = 0; u < batch; ++u)
+        if (u < there) add(read[u], e[u], 0, 8);
+    });
+  } else {
+    planar_octets(a, s, b, [&](int64_t e, int lo, int hi) {
+      Read read;
+      S::template read<T, false>(args, e, lo, hi, read);
+      add(read, e, lo, hi);
+    });
+  }
   const double sum = block_sum(first), dot = block_sum(second);
   if (threadIdx.x == 0 && threadIdx.y == 0) {
-    double* to = partial + 2 * (b.group * s.parts() + b.part);
+    double* to = partial + 2 * (b.part * s.segments * a.channels + b.group);
     to[0] = sum;
     to[1] = dot;
   }
 }
 
-template <class T, class S, class Args>
+template <class T, class S, bool whole, class Args>
 __global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, double* partial) {
   using A = compute_t<T>;
   const NormArgs& a = norm_of(args);
@@ -157,38 +206,47 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, d
     first[k] = second[k] = 0;
     ch[k] = k < b.width ? channel<A>(a, b.c + k) : Channel<A>{A(0), A(0), A(0)};
   }
-  const bool aligned = a.aligned && a.channels % 8 == 0;
+  constexpr int batch = S::template batch<T>;
+  const int64_t step = blockDim.y;
   if (b.width > 0)
-    for (int64_t r = b.r0 + threadIdx.y; r < b.r1; r += blockDim.y) {
-      A u[8], v[8];
-      S::template values<T>(args, r * a.channels + b.c, 0, b.width, aligned, ch, u, v);
+    for (int64_t r = b.r0 + threadIdx.y; r < b.r1; r += batch * step) {
+      typename S::template Read<T> read[batch];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) first[k] += u[k], second[k] += v[k];
+      for (int u = 0; u < batch; ++u)
+        if (r + u * step < b.r1)
+          S::template read<T, whole>(args, (r + u * step) * a.channels + b.c, 0, b.width, read[u]);
+#pragma unroll
+      for (int u = 0; u < batch; ++u) {
+        if (r + u * step >= b.r1) continue;
+        A x[8], y[8];
+        S::template values<T, whole>(args, read[u], (r + u * step) * a.channels + b.c, 0, b.width, ch, x, y);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) first[k] += x[k], second[k] += y[k];
+      }
     }
-  double sum[8], dot[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) sum[k] = first[k], dot[k] = second[k];
-  sum_over_y(sum);
-  sum_over_y(dot);
-  if (threadIdx.y != 0) return;
-#pragma unroll
-  for (int k = 0; k < 8; ++k)
-    if (k < b.width) {
-      double* to = partial + 2 * ((b.segment * a.channels + b.c + k) * s.over_outer + b.part);
-      to[0] = sum[k];
-      to[1] = dot[k];
-    }
+  const double sum = sum_over_rows(first), dot = sum_over_rows(second);
+  const int64_t c = b.first + threadIdx.y * blockDim.x + threadIdx.x;
+  if (c >= min(b.first + 8 * static_cast<int64_t>(blockDim.x), a.channels)) return;
+  double* to = partial + 2 * ((b.part * s.segments + b.segment) * a.channels + c);
+  to[0] = sum;
+  to[1] = dot;
 }
+
+// Whether all octets are eight neighbours of one row, or of one plane, at multiples of 16 bytes.
+inline bool whole_octets_only(const NormArgs& a) { return a.aligned && (a.planar() ? a.inner : a.channels) % 8 == 0; }
 
 template <class S, class Args>
 inline void reduce(const char* name, const Args& args, const Split& s, double* partial, Stream stream) {
   const NormArgs& a = norm_of(args);
   with_dtype(a.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
+    const bool whole = whole_octets_only(a);
     if (a.planar())
-      launch(name, reduce_planar<T, S, Args>, planar_blocks(a, s), s.block, stream, args, s, partial);
+      launch(name, whole ? reduce_planar<T, S, true, Args> : reduce_planar<T, S, false, Args>, planar_blocks(a, s),
+             s.block, stream, args, s, partial);
     else
-      launch(name, reduce_rows<T, S, Args>, rows_blocks(a, s), s.block, stream, args, s, partial);
+      launch(name, whole ? reduce_rows<T, S, true, Args> : reduce_rows<T, S, false, Args>, rows_blocks(a, s), s.block,
+             stream, args, s, partial);
   });
 }
 
