@@ -43,6 +43,7 @@ target_link_options(tsmem_ops_cuda PRIVATE -Wl,--exclude-libs,ALL)
 target_include_directories(tsmem_ops_cuda PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 target_include_directories(tsmem_ops_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 # C++17 in kernels: CMake 3.25 does not know that nvcc 13 has C++20.
-target_compile_options(tsmem_ops_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>)
+target_compile_options(tsmem_ops_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>
+                       $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 set_target_properties(tsmem_ops_cuda PROPERTIES CUDA_STANDARD 17 CUDA_VISIBILITY_PRESET hidden LINKER_LANGUAGE CXX
                       BUILD_RPATH ${TSMEM_TORCH}/lib)

@@ -61,6 +61,8 @@ void with_common_act(ActKind kind, const F& f) {
     f(acts::Identity{});
   else if (kind == ActKind::relu)
     f(acts::Relu{});
+  else if (kind == ActKind::silu)
+    f(acts::Silu{});
   else
     f(AnyAct{});
 }

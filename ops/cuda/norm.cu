@@ -12,8 +12,8 @@ namespace {
 
 // Blocks of a reduction, and of a pass over rows: some for each multiprocessor of the largest devices; the same for all
 // devices, so that sums do not depend on the device.
-constexpr int64_t kBlocks = 792;
-constexpr int64_t kOctets = 4;  // of a thread in a reduction, at least, before its channel is split
+constexpr int64_t kBlocks = 528;
+constexpr int64_t kOctets = 8;  // of a thread in a reduction, at least, before its channel is split
 constexpr int64_t kMostParts = 1024;
 
 int64_t up_to_power(int64_t n, int64_t most) {
@@ -45,6 +45,7 @@ Split split(const NormArgs& a, int64_t segments) {
         std::min({ceil_div(kBlocks, groups), ceil_div(outer * octets, threads * kOctets), kMostParts});
     s.over_outer = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(outer, 1));
     s.over_inner = std::clamp<int64_t>(wanted / s.over_outer, 1, octets);
+    s.fits = outer * octets <= UINT32_MAX;
   } else {
     s.block = rows_block(a.channels);
     const int64_t octets = ceil_div(a.channels, 8);
@@ -58,15 +59,19 @@ Split split(const NormArgs& a, int64_t segments) {
 namespace {
 
 // --- Statistics
-// Sums of a block are about an element of the channel: close to its mean, so that little cancels, and both sums stay
-// exact enough in float for the few thousand elements that a thread has. Blocks merge by the law of total variance, in
-// double.
+// The sums of a thread are about the mean of what it read first: close to its own mean, so that little cancels, and
+// both stay exact enough in float for the few thousand elements that it has. Threads, blocks and parts merge by the law
+// of total variance, in double.
 
-// Of a part: count, mean, sum of squared deviations.
-__device__ inline void write_moments(double* to, double count, double shift, double sum, double squares) {
-  to[0] = count;
-  to[1] = count > 0 ? shift + sum / count : 0;
-  to[2] = count > 0 ? squares - sum * sum / count : 0;
+struct Moments {
+  double mean, m2;  // m2: sum of squared deviations
+};
+
+template <class A>
+__device__ inline Moments moments_about(A shift, A sum, A squares, double count) {
+  if (count == 0) return {0, 0};
+  const double s = sum, q = squares;
+  return {shift + s / count, q - s * s / count};
 }
 
 template <class T, bool whole>
@@ -74,38 +79,44 @@ __global__ void __launch_bounds__(kThreads, 2) stats_planar(NormArgs a, Split s,
   using A = compute_t<T>;
   const T* x = static_cast<const T*>(a.x);
   const PlanarBlock b(a, s);
-  const int64_t first = b.group / a.channels * (a.outer / s.segments);
-  const A shift = to_compute(x[(first * a.channels + b.c) * a.inner]);
-  A sum = 0, squares = 0, n = 0;
-  const auto add = [&](const Octet<T>& own, int lo, int hi) {
-    A v[8];
-    numbers_in(own, v);
+  A shift = 0, sum = 0, squares = 0;
+  int64_t n = 0;
+  constexpr int batch = kBatch<T>;
+  planar_octets<batch, whole>(a, s, b, [&](const Octets<batch>& at) {
+    Octet<T> own[batch];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const A d = whole || (k >= lo && k < hi) ? v[k] - shift : A(0);
-      sum += d;
-      squares += d * d;
+    for (int u = 0; u < batch; ++u)
+      if (at.hi[u] > 0)
+        own[u] = read_octet<whole>(x + at.e[u], a.aligned && at.e[u] + 8 <= a.numel, at.lo[u], at.hi[u]);
+#pragma unroll
+    for (int u = 0; u < batch; ++u) {
+      if (at.hi[u] <= at.lo[u]) continue;
+      A v[8];
+      numbers_in(own[u], v);
+      if (n == 0) {
+        A base = v[0], rest = 0;
+        for (int k = 1; k < 8; ++k) base = k == at.lo[u] ? v[k] : base;
+        for (int k = 0; k < 8; ++k) rest += k >= at.lo[u] && k < at.hi[u] ? v[k] - base : A(0);
+        shift = base + rest / static_cast<A>(at.hi[u] - at.lo[u]);
+      }
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const A d = whole || (k >= at.lo[u] && k < at.hi[u]) ? v[k] - shift : A(0);
+        sum += d;
+        squares += d * d;
+      }
+      n += at.hi[u] - at.lo[u];
     }
-    n += static_cast<A>(hi - lo);
-  };
-  if constexpr (whole) {
-    constexpr int batch = kBatch<T>;
-    whole_octets<batch>(a, s, b, [&](const int64_t(&e)[batch], int there) {
-      Octet<T> own[batch];
-#pragma unroll
-      for (int u = 0; u < batch; ++u)
-        if (u < there) own[u] = read_octet<true>(x + e[u], true, 0, 8);
-#pragma unroll
-      for (int u = 0; u < batch; ++u)
-        if (u < there) add(own[u], 0, 8);
-    });
-  } else {
-    planar_octets(a, s, b,
-                  [&](int64_t e, int lo, int hi) { add(read_octet<false>(x + e, a.aligned, lo, hi), lo, hi); });
+  });
+  const auto own = static_cast<double>(n);
+  const Moments m = moments_about(shift, sum, squares, own);
+  const double count = block_sum(own), total = block_sum(own * m.mean);
+  const double mean = count > 0 ? total / count : 0, d = m.mean - mean;
+  const double m2 = block_sum(n > 0 ? m.m2 + own * d * d : 0);
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    double* to = partial + 3 * (b.part * s.segments * a.channels + b.group);
+    to[0] = count, to[1] = mean, to[2] = m2;
   }
-  const double count = block_sum(n), total = block_sum(sum), of_squares = block_sum(squares);
-  if (threadIdx.x == 0 && threadIdx.y == 0)
-    write_moments(partial + 3 * (b.part * s.segments * a.channels + b.group), count, shift, total, of_squares);
 }
 
 template <class T, bool whole>
@@ -117,33 +128,61 @@ __global__ void __launch_bounds__(kThreads, 3) stats_rows(NormArgs a, Split s, d
 #pragma unroll
   for (int k = 0; k < 8; ++k) shift[k] = sum[k] = squares[k] = 0;
   constexpr int batch = kBatch<T>;
-  const int64_t step = blockDim.y;
-  if (b.width > 0 && b.r0 < b.r1) {
-    numbers_in(read_octet<whole>(x + b.r0 * a.channels + b.c, a.aligned && a.channels % 8 == 0, 0, b.width), shift);
-    for (int64_t r = b.r0 + threadIdx.y; r < b.r1; r += batch * step) {
-      Octet<T> own[batch];
+  const int64_t step = blockDim.y, r0 = b.r0 + threadIdx.y;
+  const int64_t n = b.width > 0 && r0 < b.r1 ? (b.r1 - r0 + step - 1) / step : 0;
+  for (int64_t i = 0; i < n; i += batch) {
+    Octet<T> own[batch];
 #pragma unroll
-      for (int u = 0; u < batch; ++u)
-        if (r + u * step < b.r1) own[u] = read_octet<whole>(x + (r + u * step) * a.channels + b.c, false, 0, b.width);
+    for (int u = 0; u < batch; ++u)
+      if (i + u < n) own[u] = read_octet<whole>(x + (r0 + (i + u) * step) * a.channels + b.c, false, 0, b.width);
+    if (i == 0) {
+      A base[8];
+      numbers_in(own[0], base);
 #pragma unroll
-      for (int u = 0; u < batch; ++u) {
-        if (r + u * step >= b.r1) continue;
+      for (int u = 1; u < batch; ++u) {
+        if (u >= n) continue;
         A v[8];
         numbers_in(own[u], v);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const A d = v[k] - shift[k];
-          sum[k] += d;
-          squares[k] += d * d;
-        }
+        for (int k = 0; k < 8; ++k) shift[k] += v[k] - base[k];
+      }
+      const A part = A(1) / static_cast<A>(min(n, int64_t{batch}));
+#pragma unroll
+      for (int k = 0; k < 8; ++k) shift[k] = base[k] + part * shift[k];
+    }
+#pragma unroll
+    for (int u = 0; u < batch; ++u) {
+      if (i + u >= n) continue;
+      A v[8];
+      numbers_in(own[u], v);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const A d = v[k] - shift[k];
+        sum[k] += d;
+        squares[k] += d * d;
       }
     }
   }
-  const double total = sum_over_rows(sum), of_squares = sum_over_rows(squares);
-  const int64_t c = b.first + threadIdx.y * blockDim.x + threadIdx.x;
+  __shared__ double means[kThreads];
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const auto own = static_cast<double>(n), rows = static_cast<double>(b.r1 - b.r0);
+  double v[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = own * moments_about(shift[k], sum[k], squares[k], own).mean;
+  const double total = sum_over_rows(v), mean = rows > 0 ? total / rows : 0;
+  means[thread] = mean;  // of the block's channels, in the first threads
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const Moments m = moments_about(shift[k], sum[k], squares[k], own);
+    const double d = m.mean - means[8 * threadIdx.x + k];
+    v[k] = n > 0 ? m.m2 + own * d * d : 0;
+  }
+  const double m2 = sum_over_rows(v);
+  const int64_t c = b.first + thread;
   if (c >= min(b.first + 8 * static_cast<int64_t>(blockDim.x), a.channels)) return;
-  const double about = b.r0 < b.r1 ? to_compute(x[b.r0 * a.channels + c]) : A(0);
-  write_moments(partial + 3 * (b.part * a.channels + c), static_cast<double>(b.r1 - b.r0), about, total, of_squares);
+  double* to = partial + 3 * (b.part * a.channels + c);
+  to[0] = rows, to[1] = mean, to[2] = m2;
 }
 
 __device__ inline void set_output(void* to, bool f64, int64_t i, double value) {
@@ -154,7 +193,7 @@ __device__ inline void set_output(void* to, bool f64, int64_t i, double value) {
 }
 
 // Blocks that add parts: kGroups channels side by side, kLanes threads for the parts of each.
-constexpr unsigned kGroups = 8, kLanes = 32;
+constexpr unsigned kGroups = 4, kLanes = 64;
 
 // The sums over threadIdx.y of each group's numbers, for the threads with threadIdx.y 0.
 __device__ inline double sum_over_lanes(double v) {
@@ -250,12 +289,12 @@ struct Operands {
 
 // A one-bit activation of a sum has its mask in backward, and identity needs nothing.
 template <class Row, bool backward>
-constexpr bool needs_other = !backward || std::is_same_v<Row, AnyAct>;
+constexpr bool needs_other = !backward || (!std::is_same_v<Row, acts::Identity> && !std::is_same_v<Row, acts::Relu>);
 
 template <class T, class Row, bool whole, bool backward>
 __device__ inline void read_operands(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& read) {
-  // Rows that are not whole octets begin anywhere.
-  const bool aligned = a.aligned && e % 8 == 0;
+  // Rows that are not whole octets begin anywhere, and the last octet may not be whole.
+  const bool aligned = a.aligned && e % 8 == 0 && e + 8 <= a.numel;
   if (backward) read.grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, aligned, lo, hi);
   if (!backward || a.x) read.x = read_octet<whole>(static_cast<const T*>(a.x) + e, aligned, lo, hi);
   if (needs_other<Row, backward> && a.other)
@@ -326,6 +365,10 @@ __device__ inline void map_octet(const NormArgs& a, const Operands<T>& read, int
 template <class T, class Row>
 constexpr int kMapBatch = std::is_same_v<Row, AnyAct> ? (kBatch<T> + 1) / 2 : kBatch<T>;
 
+// With coefficients for each element, registers for fewer.
+template <class T, class Row, bool whole>
+constexpr int kFlatBatch = whole ? kMapBatch<T, Row> : (kMapBatch<T, Row> + 1) / 2;
+
 // The last blocks go first: what the pass before this one read last is still in the second-level cache.
 __device__ inline int64_t from_the_end(int64_t blocks) { return blocks - 1 - blockIdx.x; }
 
@@ -333,7 +376,7 @@ __device__ inline int64_t from_the_end(int64_t blocks) { return blocks - 1 - blo
 template <class T, class Row, bool whole, bool backward>
 __global__ void __launch_bounds__(kThreads, 2) map_flat(NormArgs a, int64_t blocks) {
   using A = compute_t<T>;
-  constexpr int batch = whole ? kMapBatch<T, Row> : 1;
+  constexpr int batch = kFlatBatch<T, Row, whole>;
   const int64_t first = 8 * (from_the_end(blocks) * batch * blockDim.x + threadIdx.x), step = 8 * blockDim.x;
   Operands<T> read[batch];
 #pragma unroll
@@ -411,7 +454,8 @@ void map(const char* name, const NormArgs& a, Stream stream) {
         const int64_t blocks = across * ceil_div(a.outer, rows);
         launch(name, map_rows<T, Row, backward>, blocks, block, stream, a, rows, blocks);
       } else {
-        const int64_t blocks = ceil_div(a.numel, 8 * kThreads * (whole ? kMapBatch<T, Row> : 1));
+        const int64_t blocks =
+            ceil_div(a.numel, 8 * kThreads * (whole ? kFlatBatch<T, Row, true> : kFlatBatch<T, Row, false>));
         launch(name, whole ? map_flat<T, Row, true, backward> : map_flat<T, Row, false, backward>, blocks,
                Block{kThreads}, stream, a, blocks);
       }

@@ -36,6 +36,7 @@ struct NormArgs {
 struct Split {
   int64_t segments = 1;
   int64_t over_outer = 1, over_inner = 1;  // parts = their product
+  bool fits = false;                       // indices within a part are below 2^32
   Block block;
   __host__ __device__ int64_t parts() const { return over_outer * over_inner; }
 };

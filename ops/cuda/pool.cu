@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/act_math.h"
+#include "cuda/pool_2d.h"
 #include "cuda/reduce.h"
 
 namespace tsmem::cuda {
@@ -219,7 +220,8 @@ struct PoolSums {
   static constexpr int batch = 1;
   template <class T, bool whole>
   static __device__ void read(const PoolArgs& a, int64_t e, int lo, int hi, Octet<T>& grad) {
-    grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, a.norm.aligned && e % 8 == 0, lo, hi);
+    grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, a.norm.aligned && e % 8 == 0 && e + 8 <= a.norm.numel,
+                             lo, hi);
   }
   template <class T, bool whole, class A>
   static __device__ void values(const PoolArgs& a, const Octet<T>& grad, int64_t e, int lo, int hi,
@@ -251,6 +253,7 @@ bool by_octets(const PoolArgs& a) { return a.channels_last && a.norm.channels % 
 
 template <bool norm>
 void launch_forward(const PoolArgs& a, Stream stream) {
+  if (is_common_2d(a, norm)) return pool_2d_forward(a, norm, stream);
   with_dtype(a.norm.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
     if (by_octets(a))
@@ -261,6 +264,7 @@ void launch_forward(const PoolArgs& a, Stream stream) {
 }
 template <bool norm>
 void launch_backward(const PoolArgs& a, Stream stream) {
+  if (is_common_2d(a, norm)) return pool_2d_backward(a, norm, stream);
   with_dtype(a.norm.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
     if (by_octets(a))

@@ -76,48 +76,39 @@ struct PlanarBlock {
   }
 };
 
-// Calls f(first element, lo, hi) for this thread's octets of the block's part; elements [lo, hi) of each are the
-// group's.
-template <class F>
+// Up to `batch` of a thread's octets: elements [lo, hi) of each are the group's, none where hi is 0.
+template <int batch>
+struct Octets {
+  int64_t e[batch];
+  int lo[batch], hi[batch];
+};
+
+// Calls f(octets) for all octets of this thread in the block's part, `batch` at a time, so that all of them are read
+// before the first is used. whole: planes are whole octets.
+template <int batch, bool whole, class F>
 __device__ inline void planar_octets(const NormArgs& a, const Split& s, const PlanarBlock& b, F f) {
   const int64_t per_segment = a.outer / s.segments, first = b.group / a.channels * per_segment;
   const int64_t n0 = first + begin_of(per_segment, b.part / s.over_inner, s.over_outer);
   const int64_t n1 = first + begin_of(per_segment, b.part / s.over_inner + 1, s.over_outer);
-  const int64_t slice = b.part % s.over_inner;
-  for (int64_t n = n0 + threadIdx.y; n < n1; n += blockDim.y) {
-    const int64_t start = (n * a.channels + b.c) * a.inner, end = start + a.inner;
-    const int64_t octet = start / 8, octets = (end + 7) / 8 - octet;
-    const int64_t o1 = octet + begin_of(octets, slice + 1, s.over_inner);
-    for (int64_t o = octet + begin_of(octets, slice, s.over_inner) + threadIdx.x; o < o1; o += blockDim.x) {
-      const int64_t e = 8 * o;
-      f(e, static_cast<int>(max(start - e, int64_t{0})), static_cast<int>(min(end - e, int64_t{8})));
-    }
-  }
-}
-
-// The same where planes are whole octets: f(elements, how many of them are there), `batch` octets at a time, so that
-// all of them are read before the first is used.
-template <int batch, class F>
-__device__ inline void whole_octets(const NormArgs& a, const Split& s, const PlanarBlock& b, F f) {
-  const int64_t per_segment = a.outer / s.segments, first = b.group / a.channels * per_segment;
-  const int64_t n0 = first + begin_of(per_segment, b.part / s.over_inner, s.over_outer);
-  const int64_t n1 = first + begin_of(per_segment, b.part / s.over_inner + 1, s.over_outer);
-  const int64_t slice = b.part % s.over_inner, octets = a.inner / 8;
+  // A plane that begins anywhere touches one octet more than it fills.
+  const int64_t slice = b.part % s.over_inner, octets = whole ? a.inner / 8 : (a.inner + 7) / 8 + 1;
   const int64_t o0 = begin_of(octets, slice, s.over_inner), own = begin_of(octets, slice + 1, s.over_inner) - o0;
   // The part's octets, counted through all its planes.
-  const unsigned total = static_cast<unsigned>((n1 - n0) * own), threads = blockDim.x * blockDim.y;
-  for (unsigned i = threadIdx.y * blockDim.x + threadIdx.x; i < total; i += batch * threads) {
-    int64_t e[batch];
-    int there = 0;
+  const int64_t total = (n1 - n0) * own, threads = blockDim.x * blockDim.y;
+  for (int64_t i = threadIdx.y * blockDim.x + threadIdx.x; i < total; i += batch * threads) {
+    Octets<batch> to;
 #pragma unroll
     for (int u = 0; u < batch; ++u) {
-      const unsigned at = i + u * threads;
+      to.lo[u] = to.hi[u] = 0;
+      const int64_t at = i + u * threads;
       if (at >= total) continue;
-      const unsigned n = at / static_cast<unsigned>(own);
-      e[u] = 8 * (((n0 + n) * a.channels + b.c) * octets + o0 + at - n * static_cast<unsigned>(own));
-      there = u + 1;
+      const int64_t n = s.fits ? static_cast<uint32_t>(at) / static_cast<uint32_t>(own) : at / own;
+      const int64_t start = ((n0 + n) * a.channels + b.c) * a.inner;
+      to.e[u] = 8 * (start / 8 + o0 + at - n * own);
+      to.lo[u] = whole ? 0 : static_cast<int>(max(start - to.e[u], int64_t{0}));
+      to.hi[u] = whole ? 8 : static_cast<int>(max(min(start + a.inner - to.e[u], int64_t{8}), int64_t{0}));
     }
-    f(e, there);
+    f(to);
   }
 }
 
@@ -168,24 +159,16 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_planar(Args args, Split s,
 #pragma unroll
     for (int k = 0; k < 8; ++k) first += u[k], second += v[k];
   };
-  if constexpr (whole) {
-    constexpr int batch = S::template batch<T>;
-    whole_octets<batch>(a, s, b, [&](const int64_t(&e)[batch], int there) {
-      Read read[batch];
+  constexpr int batch = S::template batch<T>;
+  planar_octets<batch, whole>(a, s, b, [&](const Octets<batch>& at) {
+    Read read[batch];
 #pragma unroll
-      for (int u = 0; u < batch; ++u)
-        if (u < there) S::template read<T, true>(args, e[u], 0, 8, read[u]);
+    for (int u = 0; u < batch; ++u)
+      if (at.hi[u] > 0) S::template read<T, whole>(args, at.e[u], at.lo[u], at.hi[u], read[u]);
 #pragma unroll
-      for (int u = 0; u < batch; ++u)
-        if (u < there) add(read[u], e[u], 0, 8);
-    });
-  } else {
-    planar_octets(a, s, b, [&](int64_t e, int lo, int hi) {
-      Read read;
-      S::template read<T, false>(args, e, lo, hi, read);
-      add(read, e, lo, hi);
-    });
-  }
+    for (int u = 0; u < batch; ++u)
+      if (at.hi[u] > 0) add(read[u], at.e[u], at.lo[u], at.hi[u]);
+  });
   const double sum = block_sum(first), dot = block_sum(second);
   if (threadIdx.x == 0 && threadIdx.y == 0) {
     double* to = partial + 2 * (b.part * s.segments * a.channels + b.group);

@@ -45,7 +45,7 @@ struct Fiber {
 
 struct State {
   Dim thread, block, block_size;
-  std::vector<Fiber> fibers;
+  std::vector<Fiber> fibers = std::vector<Fiber>(1024);  // never moved: a context points into itself
   jmp_buf scheduler;
   unsigned current = 0;
   const std::function<void()>* body = nullptr;
@@ -95,7 +95,6 @@ inline bool release(State& s, unsigned begin, unsigned end, Wait what) {
 inline void run_block(unsigned threads, bool reverse) {
   constexpr size_t kStack = 64 * 1024;
   State& s = state();
-  if (s.fibers.size() < threads) s.fibers.resize(threads);
   for (unsigned t = 0; t < threads; ++t) {
     Fiber& f = s.fibers[t];
     if (!f.stack) {
