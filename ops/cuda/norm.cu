@@ -273,13 +273,6 @@ __device__ inline unsigned bits_at(const uint8_t* mask, int64_t e, int hi) {
   return bits;
 }
 
-// Numbers of eight channels beside each other.
-template <class A>
-__device__ inline void channels_from(const void* numbers, int64_t c, A (&to)[8]) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) to[k] = numbers ? static_cast<const A*>(numbers)[c + k] : A(0);
-}
-
 // An octet's operands, as they lie in memory.
 template <class T>
 struct Operands {
@@ -425,9 +418,8 @@ __global__ void __launch_bounds__(kThreads, 2) map_rows(NormArgs a, int64_t rows
   const int64_t r0 = block / across * rows, r1 = min(r0 + rows, a.outer);
   Channel<A> ch[8];
   A tilt[8], level[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) ch[k] = channel<A>(a, c + k);
-  if (backward) channels_from(a.tilt, c, tilt), channels_from(a.level, c, level);
+  eight_channels(a, c, ch);
+  if (backward) eight_numbers(a.tilt, c, tilt), eight_numbers(a.level, c, level);
   for (int64_t r = r0 + threadIdx.y; r < r1; r += batch * step) {
     Operands<T> read[batch];
 #pragma unroll

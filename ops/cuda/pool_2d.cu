@@ -132,16 +132,20 @@ __device__ inline uint64_t read_positions(const uint8_t* p) {
     return *p;
 }
 
+// The channel of a thread's first element.
+template <int width>
+__device__ inline int64_t channel_index(const Pool2d& a, const Place2d& p) {
+  uint32_t plane = p.n;
+  if constexpr (width == 1) a.by_channels.split(plane);
+  return width == 1 ? plane : p.c;
+}
+
 template <int width, class A>
-__device__ inline void channels_of(const Pool2d& a, const Place2d& p, Channel<A> (&ch)[width]) {
-  int64_t c = p.c;
-  if constexpr (width == 1) {
-    uint32_t plane = p.n;
-    a.by_channels.split(plane);
-    c = plane;
-  }
-#pragma unroll
-  for (int k = 0; k < width; ++k) ch[k] = channel<A>(a.norm, c + k);
+__device__ inline void channels_of(const Pool2d& a, int64_t c, Channel<A> (&ch)[width]) {
+  if constexpr (width == 8)
+    eight_channels(a.norm, c, ch);
+  else
+    ch[0] = channel<A>(a.norm, c);
 }
 
 // A thread has one output, or those of eight channels. window: that of both axes, or 0, known at run time alone: else
@@ -156,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_2d(Pool2d a) {
   const int h0 = static_cast<int>(p.h) * a.h.stride - a.h.padding,
             w0 = static_cast<int>(p.w) * a.w.stride - a.w.padding;
   Channel<A> ch[width];
-  if constexpr (norm) channels_of(a, p, ch);
+  if constexpr (norm) channels_of(a, channel_index<width>(a, p), ch);
   A best[width], v[width];
   uint32_t where[width];
 #pragma unroll
@@ -238,23 +242,23 @@ __global__ void __launch_bounds__(kThreads, 3) backward_2d(Pool2d a) {
     }
   }
   if constexpr (norm) {
+    const int64_t c = channel_index<width>(a, p);
     Channel<A> ch[width];
-    channels_of(a, p, ch);
-    A x[width];
+    channels_of(a, c, ch);
+    A x[width], tilt[width], level[width];
     Own::numbers(kept, x);
-    int64_t c = p.c;
-    if constexpr (width == 1) {
-      uint32_t plane = p.n;
-      a.by_channels.split(plane);
-      c = plane;
+    if constexpr (width == 8) {
+      eight_numbers(a.norm.tilt, c, tilt), eight_numbers(a.norm.level, c, level);
+    } else {
+      tilt[0] = a.norm.tilt ? static_cast<const A*>(a.norm.tilt)[c] : A(0);
+      level[0] = a.norm.tilt ? static_cast<const A*>(a.norm.level)[c] : A(0);
     }
-    const A *tilt = static_cast<const A*>(a.norm.tilt), *level = static_cast<const A*>(a.norm.level);
 #pragma unroll
     for (int k = 0; k < width; ++k) {
       const A centred = x[k] - ch[k].mean;
       const bool passes = acts::Relu::upper(fma_of(centred, ch[k].scale, ch[k].bias), ActNumbers<A>{});
       sum[k] = passes ? sum[k] * ch[k].scale : A(0);
-      if (tilt) sum[k] -= fma_of(centred, tilt[c + k], level[c + k]);
+      if (a.norm.tilt) sum[k] -= fma_of(centred, tilt[k], level[k]);
     }
   }
   Own::write(sum, a.out, width * index);

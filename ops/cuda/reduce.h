@@ -22,6 +22,43 @@ __device__ inline Channel<A> channel(const NormArgs& a, int64_t c) {
           number(a.bias, c, A(0))};
 }
 
+// Numbers c to c + 7 of a vector, c a multiple of 8; 0 where there is none.
+template <class A>
+__device__ inline void eight_numbers(const void* numbers, int64_t c, A (&to)[8]) {
+  const A* p = static_cast<const A*>(numbers) + c;
+  if (numbers && reinterpret_cast<uintptr_t>(numbers) % 16 == 0) {
+    uint4 raw[sizeof(to) / 16];
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(to) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(to, raw, sizeof(to));
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) to[k] = numbers ? p[k] : A(0);
+}
+template <class A>
+__device__ inline void eight_numbers(const Numbers& numbers, int64_t c, A otherwise, A (&to)[8]) {
+  const bool own = numbers.dtype == (sizeof(A) == 8 ? Dtype::f64 : Dtype::f32);
+  if (numbers.data && own && numbers.stride == 1) return eight_numbers(numbers.data, c, to);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) to[k] = number(numbers, c + k, otherwise);
+}
+
+// Channels c to c + 7, c a multiple of 8.
+template <class A>
+__device__ inline void eight_channels(const NormArgs& a, int64_t c, Channel<A> (&ch)[8]) {
+  A mean[8], invstd[8], weight[8], bias[8];
+  if (a.mean) {
+    eight_numbers(a.mean, c, mean);
+    eight_numbers(a.invstd, c, invstd);
+    eight_numbers(a.weight, c, A(1), weight);
+    eight_numbers(a.bias, c, A(0), bias);
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    ch[k] = a.mean ? Channel<A>{mean[k], invstd[k] * weight[k], bias[k]} : Channel<A>{A(0), A(1), A(0)};
+}
+
 // The sum of a warp's 32 numbers, for all of them.
 __device__ inline double warp_sum(double v) {
 #pragma unroll
@@ -187,8 +224,9 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, d
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     first[k] = second[k] = 0;
-    ch[k] = k < b.width ? channel<A>(a, b.c + k) : Channel<A>{A(0), A(0), A(0)};
+    if (!whole) ch[k] = k < b.width ? channel<A>(a, b.c + k) : Channel<A>{A(0), A(0), A(0)};
   }
+  if (whole && b.width > 0) eight_channels(a, b.c, ch);
   constexpr int batch = S::template batch<T>;
   const int64_t step = blockDim.y;
   if (b.width > 0)
