@@ -88,8 +88,9 @@ struct alignas(16) Octet {
   T of[8];
 };
 
-// Elements [lo, hi) of the eight from p on; the others are 0. by_16: p is a multiple of 16 bytes, and all eight may be
-// read; else no other memory is. whole: lo is 0, hi is 8, and by_16 holds.
+// Elements [lo, hi) of the eight from p on; the others are anything: who converts them leaves them out, so that nothing
+// waits for the read here. by_16: p is a multiple of 16 bytes, and all eight may be read; else no other memory is.
+// whole: lo is 0, hi is 8, and by_16 holds.
 template <bool whole, class T>
 __device__ inline Octet<T> read_octet(const T* p, bool by_16, int lo, int hi) {
   Octet<T> own;
@@ -98,10 +99,6 @@ __device__ inline Octet<T> read_octet(const T* p, bool by_16, int lo, int hi) {
 #pragma unroll
     for (unsigned i = 0; i < sizeof(own) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
     memcpy(&own, raw, sizeof(own));
-    if (!whole && (lo > 0 || hi < 8))
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        if (k < lo || k >= hi) own.of[k] = T{};
   } else {
 #pragma unroll
     for (int k = 0; k < 8; ++k) own.of[k] = k >= lo && k < hi ? p[k] : T{};

@@ -329,6 +329,10 @@ __device__ inline void grad_octet(const NormArgs& a, const Operands<T>& read, in
     pre_activation<needs_other<Row, true>>(a, read, ch, x, pre);
     act_backward_octet<Row>(pre, g, a.act);
   }
+  if (!whole)
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (k < lo || k >= hi) g[k] = 0;
   if (a.grad_other) store_octet(g, static_cast<T*>(a.grad_other) + e, whole || (a.aligned && e % 8 == 0), lo, hi);
 }
 

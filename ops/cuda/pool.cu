@@ -232,7 +232,10 @@ struct PoolSums {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       x[k] = ch[k].mean;
-      if (k < lo || k >= hi) continue;
+      if (k < lo || k >= hi) {
+        g[k] = 0;
+        continue;
+      }
       if (k > lo && a.channels_last) ++p.c;
       if (k > lo && !a.channels_last) p = place(a, e + k);
       const int64_t from = taken(a, p, read_position(a, e + k));
