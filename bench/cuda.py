@@ -183,7 +183,8 @@ def kernels(a):
                 x = torch.randn(64, channels, side, side, device="cuda").to(dtype, memory_format=layout).requires_grad_()
                 z = torch.randn_like(x).requires_grad_() if what == "norm + add" else None
                 sets.append((x, *(torch.rand(channels, device="cuda").requires_grad_() for _ in range(2)), z))
-            f = {"norm + pool": {"ours": our_pool, "stock": stock_pool, "compiled": stock_pool}}.get(what, {"ours": ours, "stock": stock, "compiled": stock})[who]
+            with_pool = what == "norm + pool"
+            f = (our_pool if with_pool else ours) if who == "ours" else stock_pool if with_pool else stock
             if who == "compiled":
                 torch._dynamo.reset()  # beyond eight shapes it would run the function as it is
                 f = torch.compile(f, dynamic=False)
@@ -202,7 +203,7 @@ def kernels(a):
             # Forward reads x twice and writes y; backward reads x and the gradient twice and writes one. With add: z, its gradient and bits besides.
             # With the pool, a quarter of a map each: y, positions (a byte) and the gradient, which is read twice.
             add = what == "norm + add"
-            moved = (2.25 + 0.25 / dtype.itemsize, 3.5 + 0.5 / dtype.itemsize) if what == "norm + pool" else (3 + add * (1 + 1 / 8 / dtype.itemsize), 5 + add)
+            moved = (2.25 + 0.25 / dtype.itemsize, 3.5 + 0.5 / dtype.itemsize) if with_pool else (3 + add * (1 + 1 / 8 / dtype.itemsize), 5 + add)
             row = {"who": who, "dtype": str(dtype)[6:], "layout": str(layout)[6:], "channels": channels, "side": side, "what": what,
                    "copy_GBps": 2 * size / copy / 1e6, "forward_ms": forward, "backward_ms": whole - forward,
                    "forward_share": moved[0] * size / forward / (2 * size / copy), "backward_share": moved[1] * size / (whole - forward) / (2 * size / copy)}  # fmt: skip

@@ -36,15 +36,33 @@ def cuobjdump() -> str:
     sys.exit("There is no cuobjdump: install triton ('pip install triton') or the CUDA toolkit, or name one in CUOBJDUMP.")
 
 
-def run(*arguments) -> str:
-    done = subprocess.run([cuobjdump(), *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"cuobjdump: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}")
-    return done.stdout
+def lines_of(*arguments):
+    """What cuobjdump prints, line by line: the code of all kernels at once is large."""
+    with subprocess.Popen([cuobjdump(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        yield from running.stdout
+        said = running.stderr.read().strip()
+    if running.returncode:
+        sys.exit(f"cuobjdump: {said.splitlines()[-1] if said else 'failed'}")
+
+
+def code_of(library, arch):
+    """(mangled name, instructions) of each kernel."""
+    name, code = None, []
+    for line in lines_of("-sass", "-arch", arch, str(library)):
+        if "Function : " in line:
+            if name:
+                yield name, code
+            name, code = line.split("Function : ")[1].strip(), []
+        else:
+            code.append(line)
+    if name:
+        yield name, code
 
 
 def plain_names(names) -> dict:
     """Mangled name: the kernel with its template arguments, without namespaces and parameters."""
+    if not shutil.which("c++filt"):
+        sys.exit("There is no c++filt: install binutils.")
     found = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout.splitlines()
     short = [re.sub(r"\(anonymous namespace\)::|tsmem::|cuda::|acts::|^void ", "", n) for n in found]
     return {name: re.sub(r"\((?:NormArgs|PoolArgs|Pool2d|StatsArgs|SumsArgs|Act|double const).*", "", s) for name, s in zip(names, short)}
@@ -77,16 +95,12 @@ def most_in_flight(code) -> int:
 
 def kernels(library, arch) -> list:
     """A dict for each kernel of the library."""
-    usage = re.findall(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", run("-res-usage", "-arch", arch, str(library)))
+    usage = re.findall(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", "".join(lines_of("-res-usage", "-arch", arch, str(library))))
     if not usage:
         sys.exit(f"'{library}' has no machine code for {arch}.")
     names = plain_names([u[0] for u in usage])
-    code = {}
-    for part in run("-sass", "-arch", arch, str(library)).split("Function : ")[1:]:
-        name, *lines = part.splitlines()
-        code[name.strip()] = lines
-    return [{"kernel": names[n], "registers": int(r), "stack": int(s), "shared": int(m), "spills": sum("STL" in x or "LDL" in x for x in code.get(n, [])),
-             "loads": most_in_flight(code.get(n, []))} for n, r, s, m, _ in usage]  # fmt: skip
+    code = {name: (sum("STL" in x or "LDL" in x for x in lines), most_in_flight(lines)) for name, lines in code_of(library, arch)}
+    return [{"kernel": names[n], "registers": int(r), "stack": int(s), "shared": int(m), "spills": code[n][0], "loads": code[n][1]} for n, r, s, m, _ in usage]
 
 
 def with_device(k, device) -> dict:

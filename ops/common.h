@@ -92,6 +92,12 @@ at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Te
 std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
                                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                                       at::IntArrayRef output_padding, int64_t groups);
+// The gradient of a batched CUDA input of these sizes that is not at hand, from the gradient of the output: the
+// transposed convolution (or the convolution, of a transposed one), by the same kernels. Undefined where it is none,
+// and on other devices, where shape_of() takes no memory for what at::convolution_backward wants to see.
+at::Tensor conv_input_gradient(const at::Tensor& dy, const at::Tensor& weight, at::IntArrayRef input_sizes,
+                               at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                               bool transposed, int64_t groups);
 
 // Under create_graph: gradients that our kernels computed are not differentiable. Passes the defined ones through a
 // node whose backward throws "tsmem::<op>: second derivatives are not supported", so that nobody gets silently detached

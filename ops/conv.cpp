@@ -86,23 +86,6 @@ int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& arg
                                                  args.transposed, args.output_padding, args.groups));
 }
 
-// The gradient of an input of these sizes, which is not at hand: the transposed convolution of the output's gradient
-// (or the convolution, of a transposed one), with the same kernels. Undefined where it is none.
-Tensor input_gradient(const Tensor& dy, const Tensor& weight, IntArrayRef sizes, IntArrayRef stride,
-                      IntArrayRef padding, IntArrayRef dilation, bool transposed, int64_t groups) {
-  if (groups > 1 && weight.size(1) == 1) return {};  // depthwise kernels have no transposed form
-  const auto dims = static_cast<int64_t>(stride.size());
-  std::vector<int64_t> rest(dims, 0);
-  for (int64_t d = 0; d < dims; ++d) {
-    const int64_t reach = dilation[d] * (weight.size(2 + d) - 1) + 1;
-    const int64_t of = transposed ? (dy.size(2 + d) + 2 * padding[d] - reach) / stride[d] + 1
-                                  : (dy.size(2 + d) - 1) * stride[d] - 2 * padding[d] + reach;
-    rest[d] = sizes[2 + d] - of;
-    if (rest[d] < 0 || rest[d] >= stride[d] || (transposed && rest[d] != 0)) return {};
-  }
-  return at::convolution(dy, weight, {}, stride, padding, dilation, !transposed, rest, groups);
-}
-
 struct Conv : torch::autograd::Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const ConvArgs& args, const Forward& stock) {
@@ -159,10 +142,9 @@ struct Conv : torch::autograd::Function<Conv> {
     const auto run_part = [&](const Tensor& dy, Tensor input, std::array<bool, 3> mask) {
       if (!input.defined()) {
         sizes[0] = dy.size(0);
-        // On the CPU a shape has no memory.
-        if (!dy.is_cpu() && mask[0] && !mask[1] && !mask[2] && pad_after.empty())
-          if (Tensor g = input_gradient(dy, weight, sizes, ints("stride"), ints("padding"), ints("dilation"),
-                                        data["transposed"].toBool(), data["groups"].toInt());
+        if (mask == std::array<bool, 3>{true, false, false} && pad_after.empty())
+          if (const Tensor g = conv_input_gradient(dy, weight, sizes, ints("stride"), ints("padding"), ints("dilation"),
+                                                   data["transposed"].toBool(), data["groups"].toInt());
               g.defined())
             return std::vector<Tensor>{g, Tensor(), Tensor()};
         input = shape_of(sizes, strides, grad.options());

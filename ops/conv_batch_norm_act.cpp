@@ -110,14 +110,18 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                                       static_cast<at::MemoryFormat>(data[format].toInt()));
           return shape_of(meta.sizes(), meta.strides(), grad.options());
         };
-        const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
-        auto [x, w, b] = at::convolution_backward(
-            norm[0], shape(saved[0], "input_sizes", "input_format"),
-            shape(saved[1], "conv_weight_sizes", "conv_weight_format"),
-            bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes), conv.stride,
-            conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups,
-            {want[0], want[1], want[2]});
-        g[0] = x, g[1] = w, g[2] = b;
+        const Tensor weight = shape(saved[1], "conv_weight_sizes", "conv_weight_format");
+        if (want[0] && !want[1] && !want[2] && !saved[0].defined())
+          g[0] = conv_input_gradient(norm[0], weight, data["input_sizes"].toIntVector(), conv.stride, conv.padding,
+                                     conv.dilation, conv.transposed, conv.groups);
+        if (!g[0].defined()) {
+          const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
+          std::tie(g[0], g[1], g[2]) = at::convolution_backward(
+              norm[0], shape(saved[0], "input_sizes", "input_format"), weight,
+              bias_sizes.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(bias_sizes), conv.stride,
+              conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups,
+              {want[0], want[1], want[2]});
+        }
       }
     }
     variable_list sources{grad};

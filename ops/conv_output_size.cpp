@@ -1,4 +1,5 @@
-// The sizes of a convolution's result, computed without it: what a model reads of a conv output that is no longer made.
+// What needs no more of a convolution's operands than their sizes: the sizes of its result, which a model reads of a
+// conv output that is no longer made, and the gradient of its input.
 #include <ATen/ATen.h>
 #include "common.h"
 #include "registration.h"
@@ -23,6 +24,22 @@ std::vector<int64_t> conv_output_size(const at::Tensor& input, const at::Tensor&
                               : (in + 2 * at(padding, i) - reach) / at(stride, i) + 1);
   }
   return size;
+}
+
+at::Tensor conv_input_gradient(const at::Tensor& dy, const at::Tensor& weight, at::IntArrayRef input_sizes,
+                               at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                               bool transposed, int64_t groups) {
+  const bool depthwise = groups > 1 && weight.size(1) == 1;  // its kernels have no transposed form
+  if (!dy.is_cuda() || depthwise) return {};
+  const int64_t dims = weight.dim() - 2;
+  std::vector<int64_t> rest(dims, 0);
+  const auto sizes = conv_output_size(dy, weight, stride, padding, dilation, !transposed, rest, groups);
+  for (int64_t d = 0; d < dims; ++d) {
+    rest[d] = input_sizes[2 + d] - sizes[2 + d];
+    const int64_t end = transposed ? 1 : stride[stride.size() == 1 ? 0 : d];
+    if (rest[d] < 0 || rest[d] >= end) return {};
+  }
+  return at::convolution(dy, weight, {}, stride, padding, dilation, !transposed, rest, groups);
 }
 
 void register_conv_output_size(torch::Library& m) {

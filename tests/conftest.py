@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -17,6 +18,14 @@ def library() -> pathlib.Path:
 def emulated_library() -> pathlib.Path:
     """The CUDA kernels on an emulated device (tests/cuda)."""
     return library().with_name("libtsmem_cuda_emulated.so")
+
+
+def cuda_library():
+    """libtsmem_ops_cuda.so; None where there is nothing to build it with: no nvcc, or a torch without CUDA."""
+    path = library().with_name("libtsmem_ops_cuda.so")
+    nvcc = shutil.which("nvcc", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    assert path.exists() or not nvcc or torch.version.cuda is None, f"{path} is not built, and nvcc is there"
+    return path if path.exists() else None
 
 
 def load():

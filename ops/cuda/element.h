@@ -38,33 +38,6 @@ __device__ inline compute_t<T> rounded(compute_t<T> x) {
 }
 
 template <class T>
-__device__ inline void load_octet(const T* p, bool aligned, compute_t<T> (&v)[8]) {
-  T own[8];
-  if (aligned) {
-    uint4 raw[sizeof(own) / 16];
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(own) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
-    memcpy(own, raw, sizeof(own));
-  } else {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) own[k] = p[k];
-  }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) v[k] = to_compute(own[k]);
-}
-
-// Elements [lo, hi) of the eight from p on; the others are `fill`. Reads no other memory.
-template <class T>
-__device__ inline void load_octet(const T* p, bool aligned, int lo, int hi, compute_t<T> fill, compute_t<T> (&v)[8]) {
-  if (lo == 0 && hi == 8) {
-    load_octet(p, aligned, v);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) v[k] = k >= lo && k < hi ? to_compute(p[k]) : fill;
-}
-
-template <class T>
 __device__ inline void store_octet(const compute_t<T> (&v)[8], T* p, bool aligned, int lo, int hi) {
   T own[8];
 #pragma unroll
@@ -81,7 +54,7 @@ __device__ inline void store_octet(const compute_t<T> (&v)[8], T* p, bool aligne
     if (k >= lo && k < hi) p[k] = own[k];
 }
 
-// Eight neighbours as they lie in memory: what has been read, and not yet been converted, so that a thread can have
+// Eight neighbours as they lie in memory: what has been read and not yet been converted, so that a thread can have
 // several reads under way.
 template <class T>
 struct alignas(16) Octet {

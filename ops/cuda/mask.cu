@@ -19,7 +19,7 @@ __global__ void pack(Act act, const T* x, T* y, uint8_t* mask, int64_t n, bool a
   if (e >= n) return;
   const int hi = static_cast<int>(min(n - e, int64_t{8}));
   A v[8];
-  load_octet(x + e, aligned, 0, hi, A(0), v);
+  numbers_in(read_octet<false>(x + e, aligned && hi == 8, 0, hi), v);
   mask[octet] = static_cast<uint8_t>(act_bits(v, act));
   act_octet(v, act);
   store_octet(v, y + e, aligned, 0, hi);
@@ -32,7 +32,7 @@ __global__ void apply(Act act, const T* grad, const uint8_t* mask, T* out, int64
   if (e >= n) return;
   const int hi = static_cast<int>(min(n - e, int64_t{8}));
   A g[8];
-  load_octet(grad + e, aligned, 0, hi, A(0), g);
+  numbers_in(read_octet<false>(grad + e, aligned && hi == 8, 0, hi), g);
   bits_backward(mask[octet], g, act);
   store_octet(g, out + e, aligned, 0, hi);
 }

@@ -14,7 +14,6 @@ namespace {
 // devices, so that sums do not depend on the device.
 constexpr int64_t kBlocks = 528;
 constexpr int64_t kOctets = 8;  // of a thread in a reduction, at least, before its channel is split
-constexpr int64_t kMostParts = 1024;
 
 int64_t up_to_power(int64_t n, int64_t most) {
   int64_t p = 1;
@@ -41,8 +40,7 @@ Split split(const NormArgs& a, int64_t segments) {
     s.block.x = static_cast<unsigned>(up_to_power(octets, threads));
     s.block.y = static_cast<unsigned>(threads / s.block.x);
     const int64_t groups = std::max<int64_t>(segments * a.channels, 1);
-    const int64_t wanted =
-        std::min({ceil_div(kBlocks, groups), ceil_div(outer * octets, threads * kOctets), kMostParts});
+    const int64_t wanted = std::min(ceil_div(kBlocks, groups), ceil_div(outer * octets, threads * kOctets));
     s.over_outer = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(outer, 1));
     s.over_inner = std::clamp<int64_t>(wanted / s.over_outer, 1, octets);
     s.fits = outer * octets <= UINT32_MAX;
@@ -50,8 +48,8 @@ Split split(const NormArgs& a, int64_t segments) {
     s.block = rows_block(a.channels);
     const int64_t octets = ceil_div(a.channels, 8);
     const int64_t across = ceil_div(octets, s.block.x) * segments;
-    s.over_outer = std::max<int64_t>(1, std::min({ceil_div(kBlocks, std::max<int64_t>(across, 1)),
-                                                  ceil_div(outer, s.block.y * kOctets), kMostParts}));
+    s.over_outer = std::max<int64_t>(
+        1, std::min(ceil_div(kBlocks, std::max<int64_t>(across, 1)), ceil_div(outer, s.block.y * kOctets)));
   }
   return s;
 }
@@ -393,8 +391,7 @@ __global__ void __launch_bounds__(kThreads, 2) map_flat(NormArgs a, int64_t bloc
       int64_t i = e, c = a.by_inner.split(i);
       a.by_channels.split(c);
       const Channel<A> own = channel<A>(a, c);
-      const A t = backward && a.tilt ? static_cast<const A*>(a.tilt)[c] : A(0);
-      const A l = backward && a.tilt ? static_cast<const A*>(a.level)[c] : A(0);
+      const A t = backward ? number_of<A>(a.tilt, c) : A(0), l = backward ? number_of<A>(a.level, c) : A(0);
 #pragma unroll
       for (int k = 0; k < 8; ++k) ch[k] = own, tilt[k] = t, level[k] = l;
     } else {
@@ -402,8 +399,8 @@ __global__ void __launch_bounds__(kThreads, 2) map_flat(NormArgs a, int64_t bloc
       flat_channels(a, e, hi, ch, index);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
-        tilt[k] = backward && a.tilt ? static_cast<const A*>(a.tilt)[index[k]] : A(0);
-        level[k] = backward && a.tilt ? static_cast<const A*>(a.level)[index[k]] : A(0);
+        tilt[k] = backward ? number_of<A>(a.tilt, index[k]) : A(0);
+        level[k] = backward ? number_of<A>(a.level, index[k]) : A(0);
       }
     }
     map_octet<T, Row, whole, backward>(a, read[u], e, hi, ch, tilt, level);
@@ -461,9 +458,9 @@ void map(const char* name, const NormArgs& a, Stream stream) {
 
 // --- Sums
 
-// grad_pre, and grad_pre * (x - mean).
+// What sums over a norm's operands read, where the activation is Row.
 template <class Row>
-struct NormSums {
+struct ReadsOperands {
   template <class T>
   using Read = Operands<T>;
   template <class T>
@@ -472,6 +469,11 @@ struct NormSums {
   static __device__ void read(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& to) {
     read_operands<T, Row, whole, true>(a, e, lo, hi, to);
   }
+};
+
+// grad_pre, and grad_pre * (x - mean).
+template <class Row>
+struct NormSums : ReadsOperands<Row> {
   template <class T, bool whole, class A>
   static __device__ void values(const NormArgs& a, const Operands<T>& read, int64_t e, int lo, int hi,
                                 const Channel<A> (&ch)[8], A (&g)[8], A (&dot)[8]) {
@@ -483,15 +485,7 @@ struct NormSums {
 };
 
 // grad * act(pre)
-struct ScaleSums {
-  template <class T>
-  using Read = Operands<T>;
-  template <class T>
-  static constexpr int batch = kMapBatch<T, AnyAct>;
-  template <class T, bool whole>
-  static __device__ void read(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& to) {
-    read_operands<T, AnyAct, whole, true>(a, e, lo, hi, to);
-  }
+struct ScaleSums : ReadsOperands<AnyAct> {
   template <class T, bool whole, class A>
   static __device__ void values(const NormArgs& a, const Operands<T>& read, int64_t, int lo, int hi,
                                 const Channel<A> (&ch)[8], A (&g)[8], A (&none)[8]) {

@@ -75,7 +75,7 @@ __device__ inline int64_t taken(const PoolArgs& a, const Place& p, int64_t posit
 template <class T, int width>
 __device__ inline void load_some(const T* p, bool aligned, compute_t<T> (&v)[8]) {
   if constexpr (width == 8)
-    load_octet(p, aligned, v);
+    numbers_in(read_octet<false>(p, aligned, 0, 8), v);
   else
     v[0] = to_compute(*p);
 }

@@ -250,8 +250,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_2d(Pool2d a) {
     if constexpr (width == 8) {
       eight_numbers(a.norm.tilt, c, tilt), eight_numbers(a.norm.level, c, level);
     } else {
-      tilt[0] = a.norm.tilt ? static_cast<const A*>(a.norm.tilt)[c] : A(0);
-      level[0] = a.norm.tilt ? static_cast<const A*>(a.norm.level)[c] : A(0);
+      tilt[0] = number_of<A>(a.norm.tilt, c), level[0] = number_of<A>(a.norm.level, c);
     }
 #pragma unroll
     for (int k = 0; k < width; ++k) {
@@ -264,21 +263,19 @@ __global__ void __launch_bounds__(kThreads, 3) backward_2d(Pool2d a) {
   Own::write(sum, a.out, width * index);
 }
 
-bool by_octets(const PoolArgs& a) { return a.channels_last && a.norm.channels % 8 == 0 && a.norm.aligned; }
 int64_t blocks_of(const Pool2d& a) { return (static_cast<int64_t>(a.threads) + kThreads - 1) / kThreads; }
 
-// f(a T*, the width as a type) for the dtypes that have such kernels.
+// f(a T*, the width as a type).
 template <class F>
 void with_kind(const PoolArgs& a, F f) {
-  using One = std::integral_constant<int, 1>;
-  using Eight = std::integral_constant<int, 8>;
-  const auto with_width = [&](auto* of) { by_octets(a) ? f(of, Eight{}) : f(of, One{}); };
-  if (a.norm.dtype == Dtype::f32)
-    with_width(static_cast<float*>(nullptr));
-  else if (a.norm.dtype == Dtype::bf16)
-    with_width(static_cast<bf16*>(nullptr));
-  else
-    with_width(static_cast<f16*>(nullptr));
+  with_dtype(a.norm.dtype, [&](auto* of) {
+    if constexpr (!std::is_same_v<decltype(of), double*>) {  // is_common_2d() has none
+      if (a.channels_last)
+        f(of, std::integral_constant<int, 8>());
+      else
+        f(of, std::integral_constant<int, 1>());
+    }
+  });
 }
 
 template <class T, int width, bool norm>
@@ -304,7 +301,7 @@ bool is_common_2d(const PoolArgs& a, bool norm) {
   const int64_t reach = a.h.in + a.w.in + a.h.padding + a.w.padding + a.h.window + a.w.window + a.h.stride + a.w.stride;
   return plain(a.h) && plain(a.w) && !a.d.adaptive && a.d.in == 1 && a.d.out == 1 && a.d.window == 1 &&
          a.position_bytes == 1 && a.norm.dtype != Dtype::f64 && (!norm || a.norm.act.kind == ActKind::relu) &&
-         (!a.channels_last || by_octets(a)) && reinterpret_cast<uintptr_t>(a.positions) % 8 == 0 &&
+         (!a.channels_last || whole_octets_only(a.norm)) && reinterpret_cast<uintptr_t>(a.positions) % 8 == 0 &&
          a.inputs() <= INT32_MAX && a.outputs() <= INT32_MAX && reach <= INT32_MAX;
 }
 

@@ -22,19 +22,17 @@ __device__ inline Channel<A> channel(const NormArgs& a, int64_t c) {
           number(a.bias, c, A(0))};
 }
 
-// Numbers c to c + 7 of a vector, c a multiple of 8; 0 where there is none.
+// Number c of a vector, and numbers c to c + 7, c a multiple of 8; 0 where there is no vector.
+template <class A>
+__device__ inline A number_of(const void* numbers, int64_t c) {
+  return numbers ? static_cast<const A*>(numbers)[c] : A(0);
+}
 template <class A>
 __device__ inline void eight_numbers(const void* numbers, int64_t c, A (&to)[8]) {
-  const A* p = static_cast<const A*>(numbers) + c;
-  if (numbers && reinterpret_cast<uintptr_t>(numbers) % 16 == 0) {
-    uint4 raw[sizeof(to) / 16];
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(to) / 16; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
-    memcpy(to, raw, sizeof(to));
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) to[k] = numbers ? p[k] : A(0);
+  Octet<A> own{};
+  if (numbers)
+    own = read_octet<false>(static_cast<const A*>(numbers) + c, reinterpret_cast<uintptr_t>(numbers) % 16 == 0, 0, 8);
+  numbers_in(own, to);
 }
 template <class A>
 __device__ inline void eight_numbers(const Numbers& numbers, int64_t c, A otherwise, A (&to)[8]) {
