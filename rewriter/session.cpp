@@ -110,6 +110,11 @@ Session::Session(const Module& module) : impl_(std::make_unique<Impl>()) {
   impl_->file.module = copy_in_memory(module);
 }
 
+Session::Session(const Module& module, Module working) : impl_(std::make_unique<Impl>()) {
+  impl_->source = module;
+  impl_->file.module = std::move(working);
+}
+
 Session::Session(Session&&) noexcept = default;
 Session::~Session() = default;
 
