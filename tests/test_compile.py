@@ -152,6 +152,15 @@ class Keywords(Net):
         return {"scores": self.end(self.b(self.a(images["x"]))) * scale, "more": [images["x"] * 2]}
 
 
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[conv_block(3 if i == 0 else 8, 8) for i in range(6)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
 def training_steps(model, function, inputs, calls=4, after=None):
     """Outputs, gradients, buffers, and the generator's state, of a few training steps."""
     got, loss = [], allocator.Loss()
@@ -325,13 +334,12 @@ def test_wrong_options_are_told(options, words):
 
 
 def test_a_budget():
-    model = nn.Sequential(*[conv_block(3 if i == 0 else 8, 8) for i in range(6)])
-    x = torch.randn(4, 3, 64, 64)
+    model, x = Chain(), torch.randn(4, 3, 64, 64)
     allocator.keep_freed_memory()
     allocator.prepare(model)
     peaks = [allocator.memory(f, [x], warmup=2).peak for f in (model, compiled(model, budget="60%"))]
     assert peaks[1] <= 0.62 * peaks[0]
-    check(nn.Sequential(*[conv_block(3 if i == 0 else 8, 8) for i in range(6)]), budget="60%")
+    check(Chain(), [x], budget="70%")
 
 
 def test_a_transform_of_torch_func_stays_eager(caplog):
