@@ -53,14 +53,6 @@ struct Attributes {
 
 MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes);
 
-// One line of a rule: "%a, %b = name(%x, 1, "text", ACT, [0, 0])".
-struct Line {
-  std::vector<std::string> outputs;  // without %
-  std::string op;
-  std::vector<std::string> arguments;  // "%x" or a literal
-};
-std::vector<Line> parse_lines(const std::string& ir);
-
 // The innermost scope that holds both.
 const Scope* common_scope(const Scope* a, const Scope* b);
 

@@ -7,12 +7,14 @@
 
 #include <unordered_set>
 
+#include "patterns/pattern.h"
 #include "rewriter/added_names.h"
 #include "rewriter/apply.h"
 #include "rewriter/autodiff.h"
 #include "rewriter/checkpoint.h"
 #include "rewriter/error.h"
 #include "rewriter/method_call.h"
+#include "rewriter/pattern_lines.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -23,9 +25,18 @@ using namespace added_names;
 
 namespace {
 
+// The user's own patterns go before the built-in ones.
+std::vector<const Pattern*> known_patterns(const RewriteOptions& o) {
+  std::vector<const Pattern*> known;
+  for (const auto* list : {&o.patterns, &all_patterns()})
+    for (const Pattern& p : *list) known.push_back(&p);
+  return known;
+}
+
 std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
+  const auto known = known_patterns(o);
   std::vector<std::string> names;
-  for (const Pattern& p : all_patterns()) names.push_back(p.name);
+  for (const Pattern* p : known) names.push_back(p->name);
   for (const auto* list : {&o.only, &o.skip})
     for (const std::string& name : *list)
       if (std::find(names.begin(), names.end(), name) == names.end()) {
@@ -34,11 +45,11 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
                                                     near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
       }
   std::vector<const Pattern*> chosen;
-  for (const Pattern& p : all_patterns()) {
-    const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
-    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default && (o.level != Level::ops || !p.for_regions) : named))
-      chosen.push_back(&p);
+  for (const Pattern* p : known) {
+    const bool named = std::find(o.only.begin(), o.only.end(), p->name) != o.only.end();
+    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p->name) != o.skip.end();
+    if (!skipped && (o.only.empty() ? p->by_default && (o.level != Level::ops || !p->for_regions) : named))
+      chosen.push_back(p);
   }
   return chosen;
 }
@@ -419,7 +430,7 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
-      for (const Line& line : parse_lines(found.rule->rewrite))
+      for (const Line& line : rewrite_lines(found.rule->rewrite))
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) nodes.insert(p.node);
   return nodes;
@@ -428,7 +439,7 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
 Match match_of(const Found& found, const std::string& path, const std::string& method, Level level) {
   Match m{found.pattern->name, path, method, {}, false, ""};
   for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
-  for (const Line& line : parse_lines(found.rule->rewrite)) {
+  for (const Line& line : rewrite_lines(found.rule->rewrite)) {
     m.op += (m.op.empty() ? "" : " + ") + line.op;
     m.recomputed |= level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
   }
@@ -480,7 +491,8 @@ void install_all(Module& module, const Selection& selection, Results& results) {
 
 RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
   if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
-  chosen_patterns(options);  // before anything is changed
+  check_patterns(options.patterns);  // before anything is changed
+  chosen_patterns(options);
   if (!dry_run)
     restore(module);
   else if (is_rewritten(module))

@@ -126,9 +126,18 @@ Level level_of(Options& o) {
   throw Error(ErrorKind::request, fmt::format("level='{}' is not known; use ops, regions or plan.", name));
 }
 
+// The user's own, of all files that are named.
+std::vector<Pattern> patterns(Options& o) {
+  std::vector<Pattern> all;
+  for (const std::string& file : o.texts("patterns"))
+    for (Pattern& p : read_patterns(file)) all.push_back(std::move(p));
+  return all;
+}
+
 RewriteOptions rewriting(Options& o, const Run& run) {
   RewriteOptions r;
   r.level = level_of(o);
+  r.patterns = patterns(o);
   r.only = o.texts("only");
   r.skip = o.texts("skip");
   r.module_globs = o.texts("module");
@@ -263,6 +272,7 @@ std::string plan_op(const IValue& module, const IValue& examples, const std::str
     const PlanOptions how = planning(o, run);
     RewriteOptions options;
     options.amp = o.get<std::string>("amp");
+    options.patterns = patterns(o);
     const int points = o.get<int>("points", 10);
     o.check_all_known();
     if (points < 2) throw Error(ErrorKind::request, "plan() needs at least 2 points.");

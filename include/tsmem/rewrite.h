@@ -7,6 +7,7 @@
 
 #include "tsmem/api.h"
 #include "tsmem/error.h"
+#include "tsmem/pattern.h"
 
 namespace tsmem {
 
@@ -18,6 +19,7 @@ enum class Level { ops, regions, plan };
 
 struct RewriteOptions {
   Level level = Level::ops;
+  std::vector<Pattern> patterns;           // the user's own (tsmem/pattern.h), tried before the built-in ones
   std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
   std::vector<std::string> checkpoint;     // modules that keep their arguments alone and run again in backward
