@@ -292,7 +292,7 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
   app.add_option(
          "--level", o->level,
-         "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
+         "ops: operator by operator. regions (default): norms, activations and the like are recomputed in backward, no "
          "convolution is. plan: the fastest choice for --budget, convolutions, linear layers and attentions included")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");

@@ -172,7 +172,7 @@ void add_defaults(Graph& g, const std::string& op, std::vector<Value*>& argument
 
 // Puts one line's op before `at`.
 Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f,
-               const RecomputeArgument& recompute) {
+               const RecomputeValue& recompute) {
   WithInsertPoint here(at);
   std::vector<Value*> arguments;
   for (const std::string& a : line.arguments) {
@@ -218,7 +218,7 @@ void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
   }
 }
 
-void put(Graph& g, const View& copy, const Found& f, const RecomputeArgument& recompute) {
+void put(Graph& g, const View& copy, const Found& f, const RecomputeValue& recompute) {
   std::vector<Node*> nodes;
   for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
   std::map<std::string, Value*> values;
@@ -322,7 +322,7 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
 }
 
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                  const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
+                                  const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
   const auto inlines = [&](const Scope* s) {

@@ -398,7 +398,7 @@ class Matcher {
     }
   }
 
-  // An op that offers its output to be made again makes its users keep what it has read, which the original's need not:
+  // An op that offers its output to be recomputed makes its users keep what it has read, which the original's need not:
   // a tensor that is written to later must not be among that. (Norms write to their statistics, and make nothing from
   // them that training needs.)
   void mark_overwritten() {

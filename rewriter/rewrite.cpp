@@ -7,6 +7,7 @@
 
 #include <unordered_set>
 
+#include "ops/recompute_argument.h"
 #include "patterns/pattern.h"
 #include "rewriter/added_names.h"
 #include "rewriter/apply.h"
@@ -343,18 +344,18 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
 
 // Makes the values of the ops' argument `recompute` for one class. At Level::plan each op has an attribute of its own,
 // which is given to all instances and noted in `sites`.
-RecomputeArgument recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
-                                     std::vector<Site>& sites) {
+RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
+                                  std::vector<Site>& sites) {
   return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
     const bool expensive = offers_recompute(op) == Offers::expensive;
-    if (found.overwritten) return g.insertConstant(0);
-    const int64_t again = level != Level::ops && !expensive;
-    if (level != Level::plan) return g.insertConstant(again);
+    const bool again = level != Level::ops && !expensive;
+    if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
+    if (level != Level::plan) return g.insertConstant(argument_of(again ? Recompute::shared : Recompute::off));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;
     for (const std::string& path : c.paths)
       if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
-        m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
+        m.register_attribute(name, IntType::get(), argument_of(again ? Recompute::each_time : Recompute::keep));
         sites.push_back({path, name, op, expensive});
       }
     return g.insertGetAttr(g.inputs()[0], name);
@@ -369,7 +370,7 @@ struct Applied {
 };
 
 Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
-                 const RecomputeArgument& recompute) {
+                 const RecomputeValue& recompute) {
   Applied a;
   for (const bool inline_all : {false, true}) {
     if (inline_all)
@@ -479,7 +480,7 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
 }
 
 // Phase 6: puts the bodies into the module.
-void install_all(Module& module, const Selection& selection, Results& results) {
+void install_all(const Selection& selection, Results& results) {
   for_each_result(selection, results, [](const ModuleClass& c, const Function& f, const Result& result) {
     if (!result.body) return;
     install(c.type, f.name(), result.body);
@@ -507,7 +508,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
   if (dry_run) return done;
-  install_all(module, selection, results);
+  install_all(selection, results);
   if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
   set_requires_grad(module, options);
   return done;

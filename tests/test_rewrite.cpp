@@ -647,7 +647,7 @@ TEST(Regions, DoesNotTakeAnOverwriteThatTheOtherBranchesReaderSeesLater) {
   EXPECT_TRUE(refused(r, "add", "uses too"));
 }
 
-// Nothing may be made again from a tensor that is overwritten later.
+// Nothing may be recomputed from a tensor that is overwritten later.
 TEST(Regions, WhatIsMadeFromATensorThatIsWrittenToIsKept) {
   Module m = net(R"(
     def forward(self, x):
@@ -786,7 +786,7 @@ TEST(Rewrite, OneDropoutClassInTwoPlaces) {
   expect_same_numbers(original, m, image());
 }
 
-// A smooth activation's derivative needs the sum, and so the residual operand; stock's saves the sum itself.
+// A smooth activation's derivative needs the sum, and so the residual operand; PyTorch's saves the sum itself.
 TEST(Rewrite, AResidualThatIsOverwrittenLater) {
   for (const char* act : {"silu", "relu"}) {
     Module m = net(fmt::format(R"(
