@@ -21,10 +21,14 @@ using c10::TypePtr;
   throw PatternFault{part, line.number, column, std::move(what)};
 }
 
-// All overloads of an operator. The schemas live as long as the registry.
+// All overloads of an operator, but for those that write to a tensor `out`. The schemas live as long as the registry.
 std::vector<const FunctionSchema*> overloads(const std::string& op) {
   std::vector<const FunctionSchema*> all;
-  for (const auto& o : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(op))) all.push_back(&o->schema());
+  for (const auto& o : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(op))) {
+    const auto& formals = o->schema().arguments();
+    const bool to_out = std::any_of(formals.begin(), formals.end(), [](const c10::Argument& a) { return a.is_out(); });
+    if (!to_out) all.push_back(&o->schema());
+  }
   return all;
 }
 
@@ -128,7 +132,8 @@ void check_matched_operator(const Line& line) {
     fault("match", line, line.op_column,
           fmt::format("{} is put in by a rewrite, so nothing has it before; match PyTorch's operators", name));
   if (!qualified && name.size() > 1 && name.ends_with('_') && !name.ends_with("__"))
-    fault("match", line, line.op_column, fmt::format("write {} without the last underscore: it stands for both", name));
+    fault("match", line, line.op_column,
+          fmt::format("write {}, without the underscore: it stands for both", name.substr(0, name.size() - 1)));
   const auto known = known_activation(name);
   if (known || name == "act") return check_activation(line, known);
   if (name == "celu") fault("match", line, line.op_column, "celu is matched as elu: write elu(%x)");

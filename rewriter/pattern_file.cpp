@@ -116,7 +116,8 @@ class PatternFile {
     if (keyword == "about") {
       patterns_.back().algebra = strip(rest);
     } else if (keyword == "only-by-name" || keyword == "only-at-regions") {
-      if (const auto more = strip(rest.substr(0, rest.find('#'))); !more.empty())
+      const std::string code = rest.substr(0, rest.find('#'));
+      if (const auto more = strip(code); !more.empty())
         fail({line_, rest.find(more) + 1}, fmt::format("expected nothing after {}", keyword));
       (keyword == "only-by-name" ? patterns_.back().by_default = false : patterns_.back().for_regions = true);
     } else {
