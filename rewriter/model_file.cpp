@@ -1,4 +1,4 @@
-#include "model_file.h"
+#include "rewriter/model_file.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -17,10 +17,10 @@
 #include <random>
 #include <set>
 
-#include "archive.h"
-#include "check_file.h"
-#include "error.h"
-#include "op_library.h"
+#include "rewriter/archive.h"
+#include "rewriter/check_file.h"
+#include "rewriter/error.h"
+#include "rewriter/op_library.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;

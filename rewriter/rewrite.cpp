@@ -7,6 +7,8 @@
 
 #include <unordered_set>
 
+#include "ops/recompute_argument.h"
+#include "patterns/pattern.h"
 #include "rewriter/added_names.h"
 #include "rewriter/apply.h"
 #include "rewriter/autodiff.h"
@@ -14,6 +16,7 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
+#include "rewriter/pattern_lines.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -24,9 +27,18 @@ using namespace added_names;
 
 namespace {
 
+// The user's own patterns go before the built-in ones.
+std::vector<const Pattern*> known_patterns(const RewriteOptions& o) {
+  std::vector<const Pattern*> known;
+  for (const auto* list : {&o.patterns, &all_patterns()})
+    for (const Pattern& p : *list) known.push_back(&p);
+  return known;
+}
+
 std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
+  const auto known = known_patterns(o);
   std::vector<std::string> names;
-  for (const Pattern& p : all_patterns()) names.push_back(p.name);
+  for (const Pattern* p : known) names.push_back(p->name);
   for (const auto* list : {&o.only, &o.skip})
     for (const std::string& name : *list)
       if (std::find(names.begin(), names.end(), name) == names.end()) {
@@ -35,11 +47,11 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
                                                     near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
       }
   std::vector<const Pattern*> chosen;
-  for (const Pattern& p : all_patterns()) {
-    const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
-    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default && (o.level != Level::ops || !p.for_regions) : named))
-      chosen.push_back(&p);
+  for (const Pattern* p : known) {
+    const bool named = std::find(o.only.begin(), o.only.end(), p->name) != o.only.end();
+    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p->name) != o.skip.end();
+    if (!skipped && (o.only.empty() ? p->by_default && (o.level != Level::ops || !p->for_regions) : named))
+      chosen.push_back(p);
   }
   return chosen;
 }
@@ -335,18 +347,18 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
 
 // Makes the values of the ops' argument `recompute` for one class. At Level::plan each op has an attribute of its own,
 // which is given to all instances and noted in `sites`.
-RecomputeArgument recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
-                                     std::vector<Site>& sites) {
+RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
+                                  std::vector<Site>& sites) {
   return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
     const bool expensive = offers_recompute(op) == Offers::expensive;
-    if (found.overwritten) return g.insertConstant(0);
-    const int64_t again = level != Level::ops && !expensive;
-    if (level != Level::plan) return g.insertConstant(again);
+    const bool again = level != Level::ops && !expensive;
+    if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
+    if (level != Level::plan) return g.insertConstant(argument_of(again ? Recompute::shared : Recompute::off));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;
     for (const std::string& path : c.paths)
       if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
-        m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
+        m.register_attribute(name, IntType::get(), argument_of(again ? Recompute::each_time : Recompute::keep));
         sites.push_back({path, name, op, expensive});
       }
     return g.insertGetAttr(g.inputs()[0], name);
@@ -361,7 +373,7 @@ struct Applied {
 };
 
 Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
-                 const RecomputeArgument& recompute) {
+                 const RecomputeValue& recompute) {
   Applied a;
   for (const bool inline_all : {false, true}) {
     if (inline_all)
@@ -422,7 +434,7 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
-      for (const Line& line : parse_lines(found.rule->rewrite))
+      for (const Line& line : rewrite_lines(found.rule->rewrite))
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) nodes.insert(p.node);
   return nodes;
@@ -444,7 +456,7 @@ Match match_of(const Found& found, const std::string& path, const std::string& m
   for (const Place& p : found.nodes) inner = common_path(inner, module_path(p.node));
   Match m{found.pattern->name, join_path(path, inner), method, {}, false, ""};
   for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
-  for (const Line& line : parse_lines(found.rule->rewrite)) {
+  for (const Line& line : rewrite_lines(found.rule->rewrite)) {
     m.op += (m.op.empty() ? "" : " + ") + line.op;
     m.recomputed |= level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
   }
@@ -484,7 +496,7 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
 }
 
 // Phase 6: puts the bodies into the module.
-void install_all(Module& module, const Selection& selection, Results& results) {
+void install_all(const Selection& selection, Results& results) {
   for_each_result(selection, results, [](const ModuleClass& c, const Function& f, const Result& result) {
     if (!result.body) return;
     install(c.type, f.name(), result.body);
@@ -496,7 +508,8 @@ void install_all(Module& module, const Selection& selection, Results& results) {
 
 RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
   if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
-  chosen_patterns(options);  // before anything is changed
+  check_patterns(options.patterns);  // before anything is changed
+  chosen_patterns(options);
   if (!dry_run)
     restore(module);
   else if (is_rewritten(module))
@@ -511,7 +524,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
   if (dry_run) return done;
-  install_all(module, selection, results);
+  install_all(selection, results);
   if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
   set_requires_grad(module, options);
   return done;

@@ -72,8 +72,8 @@ def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptM
     """The same model with memory-efficient operators, as a new module; `module` stays as it is, and they share nothing.
 
     Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
-    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], seed=..., device=.... A list repeats the option, True sets a
-    flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
+    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], patterns="mine.patterns", seed=..., device=.... A list repeats the
+    option, True sets a flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
     verified too.
 
     Make the optimizer from the new module's parameters. Parameters, buffers, their devices, requires_grad and the training flags are the
