@@ -10,6 +10,8 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "torch_version.h"
+
 namespace tsmem {
 
 using at::Tensor;
@@ -78,7 +80,7 @@ constexpr int64_t kNear = 16;
 
 // What is known of a node's first output while the node lives.
 struct Known {
-  std::weak_ptr<Node> node;
+  WeakNodePtr node{NodePtr()};
   RecipePtr recipe;
   uint32_t version = 0;  // of the output when the recipe was offered
   bool kept = false;     // somebody keeps it for backward
@@ -105,14 +107,14 @@ class Table {
  public:
   // f(known) under the lock; makes the entry where it is missing.
   template <class F>
-  void update(const std::shared_ptr<Node>& node, F f) {
+  void update(const NodePtr& node, F f) {
     std::vector<Known> dropped;  // destroyed after the lock is given back: tensors and graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep(dropped);
     Known& known = entries_[node.get()];
     if (known.node.expired()) {
       dropped.push_back(std::exchange(known, Known()));
-      known.node = node;
+      known.node = WeakNodePtr(node);
     }
     f(known);
   }

@@ -1,9 +1,12 @@
 """Rewriting, verifying, measuring and planning in this process: no other program, no file."""
+import ctypes
 import json
 import os
 from typing import Any, Dict, Tuple
 
 import torch
+
+import _tsmem_cli
 
 from ._error import Error
 from ._library import library_path
@@ -18,7 +21,11 @@ def _library() -> Any:
         path = os.path.join(os.path.dirname(library_path()), "libtsmem.so")
         if not os.path.isfile(path):
             raise Error(f"{path} does not exist: install the package with pip, or run 'make build' in its source tree.")
+        highspy = _tsmem_cli.package_folder("highspy")
+        solver = highspy / "libhighs.so.1" if highspy else None
         try:
+            if solver is not None and solver.is_file():  # need not be where libtsmem.so looks for it
+                ctypes.CDLL(str(solver))
             torch.ops.load_library(path)
         except OSError as error:
             raise Error(f"{path} can't be loaded: {error}") from error

@@ -228,6 +228,39 @@ def test_frozen_keeps_less():
     assert live_bytes(lambda: run(True)) <= live_bytes(lambda: run(False)) + 1024
 
 
+class Squared(torch.autograd.Function):
+    """A Function of Python that keeps tensors both ways."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach().clone())
+        ctx.attribute = x.detach().clone()
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("run_backward", (False, True))
+@pytest.mark.parametrize("before", (torch.sigmoid, torch.exp, lambda x: torch.nn.functional.gelu(x) * 2, Squared.apply))
+def test_a_graph_that_is_gone_leaves_nothing(before, run_backward):
+    """What is known of a node refers to it weakly: neither what it keeps nor what the nodes before it keep stays."""
+    _, g, b = parameters()[:3]
+    x = torch.randn(2, 8, 32, 32, dtype=torch.float64, requires_grad=True)
+
+    def step():
+        y = ops.batch_norm_act(before(x), g, b, *BN, "silu", [], True)
+        loss = (y * ops.mul(y, y.sigmoid(), True)).sum()
+        if run_backward:
+            torch.autograd.grad(loss, x)
+        del y, loss
+        gc.collect()
+        return torch.zeros(1)
+
+    assert live_bytes(step) == 0
+
+
 def test_two_losses_and_retain_graph():
     p = parameters()
     x = torch.randn(2, 8, 16, 16, dtype=torch.float64)
