@@ -1,5 +1,6 @@
 // tsmem rewrite: its options, and what it prints.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
@@ -153,6 +154,23 @@ void print_refusals(const RewriteReport& report, bool color) {
   }
 }
 
+// What --checkpoint named and is not wrapped: the user counts on it.
+void print_not_checkpointed(const RewriteReport& report) {
+  for (auto& r : report.refused)
+    if (r.pattern == "checkpoint") print(fmt::format("--checkpoint {}: {}\n", r.module, r.reason));
+}
+
+// How the output differs from the input, in a word or two for the last line.
+std::string written_text(const Options& o, const RewriteReport& report, bool rewritten_before) {
+  if (!report.matches.empty() || !report.regions.empty() || !o.rewrite.amp.empty()) return "Written";
+  std::vector<std::string> changes;
+  if (report.bodies) changes.push_back("calls are inlined");
+  if (!o.rewrite.freeze.empty() || !o.rewrite.train.empty()) changes.push_back("requires_grad is set as asked");
+  if (rewritten_before) changes.push_back("the original methods are restored");
+  if (changes.empty()) return "Written unchanged";
+  return fmt::format("Written, where {} and nothing else is changed", fmt::join(changes, ", "));
+}
+
 bool verifies_numbers(const Options& o) {
   return (!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate && !o.no_verify;
 }
@@ -213,6 +231,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   require_device(o.device);
   o.rewrite.patterns = read_patterns(o.patterns);
   Session session(o.model);
+  const bool rewritten_before = is_rewritten(session.module());
   const std::string method = o.rewrite.method.empty() ? "forward" : o.rewrite.method;
   if (!session.module().find_method(method) && !o.rewrite.method.empty()) {
     std::vector<std::string> names;
@@ -265,6 +284,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
+  if (!common.quiet && !json_on_stdout) print_not_checkpointed(report);
   if (o.explain && !json_on_stdout) {
     if (!common.quiet) print("\n");
     print_refusals(report, use_color(common));
@@ -274,10 +294,8 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     print("Nothing was written (--dry-run).\n");
   else if (o.undo)
     print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else if (report.matches.empty() && report.regions.empty() && o.rewrite.amp.empty())
-    print("Written unchanged: " + o.output + "\n");
   else
-    print("Written: " + o.output + "\n");
+    print(written_text(o, report, rewritten_before) + ": " + o.output + "\n");
   return kOk;
 }
 

@@ -18,6 +18,7 @@
 #include "rewriter/method_call.h"
 #include "rewriter/pattern_lines.h"
 #include "rewriter/text.h"
+#include "rewriter/unused_norms.h"
 
 namespace tsmem {
 
@@ -122,9 +123,11 @@ struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
+  std::unordered_set<const Scope*> around_unused;                // calls and branches around norms that nothing uses
   std::unordered_set<const Scope*> used;                         // with --checkpoint: used_calls()
   std::map<const Scope*, std::string> overwritten;               // with --checkpoint: overwritten_arguments()
-  std::unordered_set<const Scope*> inlined;                      // around checkpointed modules' calls that are not used
+  std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
+  std::unordered_set<const Scope*> inlined;                      // around these calls
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
@@ -280,11 +283,15 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   // Nothing is matched across the border of a module that runs again as a whole.
   View view = copy_graph(graph, scopes, [&](const Scope* s) {
     if (!s->of_module || !is_checkpointed(selection.checkpointed, c, s->path)) return true;
-    if (!result.used.count(s)) add_with_parents(s->parent, result.inlined);
-    return !result.used.count(s);
+    if (result.used.count(s)) return false;
+    add_with_parents(s->parent, result.inlined);
+    result.not_used.insert(s->path);
+    return true;
   });
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
+  for (const Node* n : view.unused)
+    if (updates_statistics(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);
   if (selection.options.runs_eagerly) return result;
   const auto differentiated = differentiated_dropouts(view);
@@ -381,6 +388,12 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
                               matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
+    // What keeps such a norm stands right behind it (keep_unused_norms).
+    if (!result.around_unused.empty()) {
+      result.inlined.merge(std::unordered_set(result.around_unused));
+      a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
+                                matches_of(results));
+    }
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
   }
@@ -463,6 +476,38 @@ Match match_of(const Found& found, const std::string& path, const std::string& m
   return m;
 }
 
+// Modules that were to be checkpointed, of which no call or not every call is.
+std::vector<Refusal> not_checkpointed(const Selection& selection, const Calls& reported, const Results& results,
+                                      const RewriteReport& report, const Module& module) {
+  std::set<std::string> wrapped, not_used, in_autocast;
+  for (const Region& region : report.regions)
+    if (region.whole) wrapped.insert(region.module);
+  for (const auto& [path, method] : reported) {
+    const Method key{submodule(module, path).type().get(), method};
+    if (const auto it = results.find(key); it != results.end())
+      for (const std::string& inner : it->second.not_used) not_used.insert(join_path(path, inner));
+    if (selection.in_autocast.count(key)) in_autocast.insert(path);
+  }
+  std::vector<Refusal> refused;
+  const auto refuse = [&](const std::string& path, const std::string& reason) {
+    refused.push_back({"checkpoint", path, reason});
+  };
+  const auto calls_inside = [&](const std::string& path) {
+    return std::any_of(reported.begin(), reported.end(),
+                       [&](const auto& call) { return call.first.rfind(path + ".", 0) == 0; });
+  };
+  for (const std::string& path : selection.checkpointed)
+    if (not_used.count(path))
+      refuse(path, wrapped.count(path) ? "one of its calls is not wrapped, as nothing uses its result"
+                                       : "it is not wrapped, as nothing uses the result of its call");
+    else if (in_autocast.count(path) && !wrapped.count(path))
+      refuse(path, "it is not wrapped, as it is called inside an autocast block of the model's own code");
+    else if (!wrapped.count(path))
+      refuse(path, calls_inside(path) ? fmt::format("nothing calls it itself; '{}.*' names the modules in it", path)
+                                      : "it is not wrapped, as no method that is rewritten calls it");
+  return refused;
+}
+
 // Phase 5: says what was done, module by module.
 RewriteReport report(const Module& module, const Selection& selection, const Results& results) {
   const std::string& only = selection.options.method;
@@ -472,7 +517,8 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
   const auto again = recomputed_nodes(results);
   RewriteReport report;
   std::set<std::tuple<std::string, std::string, std::string>> refused;
-  for (const auto& [path, method] : reported_methods(module, selection.classes, entries, results)) {
+  const Calls reported = reported_methods(module, selection.classes, entries, results);
+  for (const auto& [path, method] : reported) {
     const auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
     for (const auto& [inner, name] : it->second.checkpoints)
@@ -492,6 +538,9 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
     for (const auto& [pattern, reason] : it->second.refused)
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }
+  for (Refusal& r : not_checkpointed(selection, reported, results, report, module))
+    report.refused.push_back(std::move(r));
+  report.bodies = std::count_if(results.begin(), results.end(), [](const auto& r) { return r.second.body != nullptr; });
   return report;
 }
 

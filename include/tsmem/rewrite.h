@@ -38,6 +38,7 @@ struct Match {
   std::string op;                  // what was put there: "tsmem::batch_norm_act"; several joined by " + "
 };
 
+// `pattern` is "checkpoint" for a module that was to run again in backward and does not.
 struct Refusal {
   std::string pattern, module, reason;
 };
@@ -63,6 +64,7 @@ struct RewriteReport {
   std::vector<Region> regions;
   std::vector<Refusal> refused;
   std::vector<Site> sites;  // at Level::plan
+  size_t bodies = 0;        // methods that have other code than before
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is
