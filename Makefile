@@ -32,7 +32,7 @@ demo: build
 # Without CUDA, which halves its time: the kernels for it are the newest's.
 build-oldest:
 	@cmake/setup.sh oldest
-	@torch=$$(echo $(CURDIR)/.venv-$(OLDEST)/lib/python3*/site-packages/torch); \
+	@torch=$$(echo "$(CURDIR)"/.venv-$(OLDEST)/lib/python3*/site-packages/torch); \
 	cmake -S . -B build-$(OLDEST) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OLDEST).log || \
 	  { cat build/configure-$(OLDEST).log; exit 1; }
 	@cmake --build build-$(OLDEST)
@@ -40,7 +40,7 @@ build-oldest:
 # Every part runs, whatever those before it say. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
 tests = failed=0; \
 	ctest --test-dir $(2) --output-on-failure || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
-	TSMEM_OPS=$(CURDIR)/$(2)/lib/libtsmem_ops.so TSMEM_BIN=$(CURDIR)/$(2)/bin/tsmem $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
+	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]
 
 test:
