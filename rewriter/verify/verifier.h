@@ -29,7 +29,7 @@ inline std::string in_mode(Mode m) {
 
 // Of a method, with all that it calls.
 struct Code {
-  size_t longest = 0;    // operators in one block, of that with the most
+  size_t longest = 0;    // operators that give tensors in one block, of that with the most
   bool dropout = false;  // it draws random numbers, or may do so from a later call on
 };
 
