@@ -398,6 +398,10 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
 void checkpoint_in(const View& body, const ModuleClass& c, const Selection& selection, const Scopes& scopes,
                    Result& result) {
   result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
+    // TorchScript's casts end at an operator that calls a method.
+    if (const auto type = call->input(0)->type()->cast<c10::ClassType>();
+        type && selection.in_autocast.count({type.get(), call->s(attr::name)}))
+      return false;
     const Place& place = body.places.at(call);
     const auto scope = scopes.all.find({place.scope, place.node, -1});
     if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
@@ -495,7 +499,7 @@ std::vector<Refusal> not_checkpointed(const Selection& selection, const Calls& r
       refuse(path, wrapped.count(path) ? "one of its calls is not wrapped, as nothing uses its result"
                                        : "it is not wrapped, as nothing uses the result of its call");
     else if (in_autocast.count(path) && !wrapped.count(path))
-      refuse(path, "it is not wrapped, as it is called inside an autocast block of the model's own code");
+      refuse(path, "it is not wrapped, as its method is called inside an autocast block of the model's own code");
     else if (!wrapped.count(path))
       refuse(path, calls_inside(path) ? fmt::format("nothing calls it itself; '{}.*' names the modules in it", path)
                                       : "it is not wrapped, as no method that is rewritten calls it");
