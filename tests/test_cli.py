@@ -166,6 +166,25 @@ def test_checkpoint_of_what_is_not_wrapped(tmp_path):
         assert refused.keys() == said.keys() and all(reason in refused[module] for module, reason in said.items())
 
 
+class CallInAutocast(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x)
+
+
+def test_checkpoint_of_a_call_in_an_autocast_block(tmp_path):
+    """TorchScript's casts would end at the operator that calls the method: the result would be float32."""
+    torch.jit.script(CallInAutocast()).save(str(tmp_path / "model.pt"))
+    done = run("rewrite", tmp_path / "model.pt", "-o", tmp_path / "out.pt", "--checkpoint", "block", "--input", "2x4")
+    assert done.returncode == 0, done.stderr
+    assert "--checkpoint block: it is not wrapped, as its method is called inside an autocast block" in done.stdout
+    assert torch.jit.load(str(tmp_path / "out.pt"))(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
 class OnlyAnUnusedCall(torch.nn.Module):
     def __init__(self):
         super().__init__()

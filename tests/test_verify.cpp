@@ -134,6 +134,12 @@ TEST(Verify, ChangedGradientAlone) {
                  "In float64 in train mode");
 }
 
+TEST(Verify, OtherDtypeOfAnOutput) {
+  auto r = verify(net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(y).double()")), image(), quick());
+  EXPECT_FALSE(r.equal);
+  EXPECT_NE(r.verdict.find("Double in train mode, the first model's Float"), std::string::npos) << r.verdict;
+}
+
 TEST(Verify, StatisticsUpdatedTwice) {
   expect_unequal(net(with(kNet, "  return",
                           "  z = torch.batch_norm(y, self.gamma, self.beta, self.mean, self.var, self.training, 0.1, "
@@ -355,6 +361,21 @@ TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
             "float64; 2 calls in train on the inputs given (4x3x130x160 float32) in float32; 1 call each in eval, "
             "no_grad on the inputs given (4x3x130x160 float32) in float32. --thorough compares everything on the "
             "inputs given.");
+}
+
+// Tensors in lists have no smaller version, and are not compared twice.
+TEST(Verify, HurriedTakesListsAsTheyAre) {
+  const auto source =
+      with(kNet, "def forward(self, x):", "def forward(self, xs: List[Tensor]):\n  x = torch.stack(xs)");
+  auto o = quick();
+  o.calls = o.seeds = 0;
+  o.seconds = 1e-3;
+  const auto pixels = image()[0].toTensor();
+  c10::List<at::Tensor> images;
+  for (int64_t i = 0; i < pixels.size(0); ++i) images.push_back(pixels[i]);
+  const auto r = verify(net(source), net(source), std::vector<IValue>{IValue(images)}, o);
+  EXPECT_TRUE(r.equal) << r.verdict;
+  for (const auto& compared : r.compared) EXPECT_TRUE(compared.given);
 }
 
 // A picture of its own size alone: what is behind the flattening has a fixed size.
