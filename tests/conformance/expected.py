@@ -2,11 +2,14 @@
 
 A regular expression for the sentences that a comparison gives, and the reason. An entry that nothing needs any more fails.
 """
+import torch
 
 MODULES = {
     r"^nn\.GaussianNLLLoss .* can't be scripted": "TorchScript can't compile it: its forward has a comprehension with a condition",
     r"^nn\.ConstantPad[123]d .* can't be scripted": "TorchScript can't compile it with the samples' value, an int where F.pad wants a float",
 }
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # since torch 2.15
+    MODULES[r"^nn\.LinearCrossEntropyLoss .* can't be scripted"] = "TorchScript can't compile it: the source of its options' class can't be had"
 
 OPERATORS = {
     r"^nn\.functional\.(batch|instance|group|layer)_norm .*tsmem::\w+: second derivatives are not supported": "refused by name: docs/ops.md",
