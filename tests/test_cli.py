@@ -195,6 +195,18 @@ class OnlyAnUnusedCall(torch.nn.Module):
         return x.cos()
 
 
+class NothingButAnAutocastBlock(torch.nn.Module):
+    """What its linear layer's own code has a match for is left out, so its call stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, track_running_stats=False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.norm(self.linear(x))
+
+
 def test_what_is_written_is_said(tmp_path):
     """Unchanged is what is unchanged."""
     torch.jit.script(OnlyAnUnusedCall()).save(str(tmp_path / "model.pt"))
@@ -206,6 +218,9 @@ def test_what_is_written_is_said(tmp_path):
         return done.stdout.splitlines()[-1], same
 
     line, same = last_line(tmp_path / "model.pt", "--only", "conv")
+    assert line.startswith("Written unchanged") and same
+    torch.jit.script(NothingButAnAutocastBlock()).save(str(tmp_path / "autocast.pt"))
+    line, same = last_line(tmp_path / "autocast.pt")
     assert line.startswith("Written unchanged") and same
     line, same = last_line(tmp_path / "model.pt", "--only", "conv", "--checkpoint", "block")
     assert "unchanged" in line if same else "calls are inlined and nothing else" in line
