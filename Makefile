@@ -1,6 +1,7 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
-# make test    every test with the default torch; and with the other end of its range (.venv-2.15, build-2.15) the C++ tests, loading, training, examples
+# make test    every test with the default torch
+# make test-other-part   what knows versions, with the other end of torch's range (.venv-2.15, build-2.15): the C++ tests, loading, training, examples
 # make test-oldest, make test-newest   every test with the oldest torch, or with the newest
 # make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
@@ -46,10 +47,7 @@ tests = failed=0; \
 	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]
 
-test:
-	@failed=0; $(MAKE) --no-print-directory test-default || failed=1; \
-	[ -n "$$TSMEM_TORCH" ] || $(MAKE) --no-print-directory test-other-part || failed=1; \
-	[ $$failed -eq 0 ]
+test: test-default
 
 test-default: build
 	@$(call tests,$(PYTHON),build,tests)
