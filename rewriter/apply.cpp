@@ -48,7 +48,7 @@ static bool returns_argument(const Node* call) {
 Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
                       const std::set<std::pair<const Scope*, Node*>>& copied,
                       const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
-                      const MatchesOf& matches_of) {
+                      const MatchesOf& matches_of, const MatchesOf& allowed_of) {
   using Identity = decltype(identity(allowed[0], {}));
   std::set<Identity> here;
   for (const Found& f : all) here.insert(identity(f, f.nodes));
@@ -73,13 +73,11 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
     const std::vector<Found>* theirs = matches_of(s->type.get(), s->method);
     if (!theirs) continue;
     for (const Found& f : *theirs)
-      if (const auto nodes = seen_from_here(f, s)) {
-        const auto id = identity(f, *nodes);
-        if (here.count(id))
-          of_call[s].insert(id);
-        else
-          differing.insert(s);
-      }
+      if (const auto nodes = seen_from_here(f, s))
+        if (const auto id = identity(f, *nodes); here.count(id)) of_call[s].insert(id);
+    // What is left out there is never applied, and no reason to inline the call.
+    for (const Found& f : *allowed_of(s->type.get(), s->method))
+      if (const auto nodes = seen_from_here(f, s); nodes && !here.count(identity(f, *nodes))) differing.insert(s);
   }
   // Of the module calls around a scope that stay calls; null: none.
   const auto outermost_call = [&](const Scope* scope) {

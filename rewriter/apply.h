@@ -27,13 +27,14 @@ struct Choice {
 // Which of `allowed`, of all matches in a method's view, are to be applied in this method: all that no callee's own
 // method has (they cross a call, or are legal only because of what the caller passes), and those in the calls that
 // these inline. A call is inlined too where its callee's own method has a match that this view has not: one that is
-// illegal for what this caller does, or whose result it does not use. Functions are shared with the kept originals and
-// never rewritten in place. `copied`: places of the view, those of code that is never run included. `inlined`: calls
-// and branches that are inlined in any case.
+// illegal for what this caller does, or whose result it does not use; what is left out there (it is not in
+// `allowed_of`) is no reason to. Functions are shared with the kept originals and never rewritten in place. `copied`:
+// places of the view, those of code that is never run included. `inlined`: calls and branches that are inlined in any
+// case.
 Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
                       const std::set<std::pair<const Scope*, Node*>>& copied,
                       const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
-                      const MatchesOf& matches_of);
+                      const MatchesOf& matches_of, const MatchesOf& allowed_of);
 
 // The body of `source` with the matches applied: calls and branches that a match crosses, and those that the choice
 // names, are inlined, the rest stays as it was. `dead`: the calls and branches in which tensors are made that are never

@@ -350,7 +350,9 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
       if (!s) result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
     }
     const auto& all = result.matched.found;
-    const auto own = choose_matches(all, all, result.copied, result.inlined, scopes, matches_of(results)).matches;
+    const auto own =
+        choose_matches(all, all, result.copied, result.inlined, scopes, matches_of(results), matches_of(results))
+            .matches;
     for (const Found& found : all) {
       const LeftOut left_out = leaves_out(found, c, {c.type.get(), f.name()}, selection);
       if (!left_out.is)
@@ -395,13 +397,13 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     if (inline_all)
       for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
-                              allowed_matches_of(results));
+                              matches_of(results), allowed_matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
     // What keeps such a norm stands right behind it (keep_unused_norms).
     if (!result.around_unused.empty()) {
       result.inlined.merge(std::unordered_set(result.around_unused));
       a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
-                                allowed_matches_of(results));
+                                matches_of(results), allowed_matches_of(results));
     }
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;

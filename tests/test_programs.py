@@ -283,12 +283,6 @@ class OverwritesWhatADropoutGivesInEvaluation(nn.Module):
         return F.relu(F.dropout(y, 0.3, self.training), inplace=True)
 
 
-class UnusedNormOfTheInput(Norm):
-    def forward(self, x):
-        self.norm(x)
-        return self.conv(x)
-
-
 class UnusedCall(nn.Module):
     def __init__(self):
         super().__init__()
@@ -539,7 +533,6 @@ PROGRAMS = [
     UsesCounts,
     UnusedNormInAList,
     OverwritesWhatADropoutGivesInEvaluation,
-    UnusedNormOfTheInput,
     UnusedCall,
     UnusedActivationOfANorm,
     OverwritesWhatADropoutOfNothingGives,
