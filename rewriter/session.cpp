@@ -1,5 +1,7 @@
 #include "tsmem/session.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -8,6 +10,7 @@
 #include "rewriter/in_memory.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/freed_memory.h"
+#include "rewriter/memory_file.h"
 #include "rewriter/model_file.h"
 #include "rewriter/plan/fit.h"
 #include "rewriter/plan/milp.h"
@@ -33,6 +36,17 @@ void take_flags(const Module& original, const Module& rewritten, const RewriteOp
   for (const auto& p : original.named_parameters())
     if ((matches_any(options.freeze, p.name) || matches_any(options.train, p.name)) && flags.count(p.name))
       p.value.set_requires_grad(flags[p.name]);
+}
+
+// What can be written into TorchScript alone.
+void check_options(const ModelFile& file, const RewriteOptions& options) {
+  if (!file.exported) return;
+  const auto refuse = [&](const char* option, const char* instead) {
+    throw Error(ErrorKind::request,
+                fmt::format("A program of torch.export can't be rewritten with {}: {}.", option, instead));
+  };
+  if (!options.amp.empty()) refuse("amp", "export the model under torch.autocast");
+  if (!options.checkpoint.empty()) refuse("checkpoint", "import it first (tsmem import), or use a budget");
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -65,7 +79,10 @@ struct Session::Impl {
   }
   // What is to be compared with it.
   Module result_on(const std::string& device) const {
-    return pending ? load_model(pending->temporary(), device).module : copy_in_memory(file.module, device);
+    if (pending) return load_model(pending->temporary(), device).module;
+    if (!file.exported) return copy_in_memory(file.module, device);
+    const MemoryFile written(bytes_of(file));  // what is compared is what the archive's graph says
+    return load_model(written.path(), device).module;
   }
   void describe(const RewriteReport& report, const ChosenPlan* plan) {
     file.extra_files["tsmem.json"] =
@@ -116,6 +133,7 @@ Session::~Session() = default;
 const Module& Session::module() const { return impl_->file.module; }
 
 RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
+  check_options(impl_->file, options);
   impl_->options = options;
   tsmem::restore(impl_->file.module);  // a rewrite starts from the originals, a dry run too
   RewriteReport report = tsmem::rewrite(impl_->file.module, options, dry_run);
@@ -125,6 +143,7 @@ RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
 
 PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IValue>& inputs,
                              const PlanRequest& request) {
+  check_options(impl_->file, options);
   const KeepFreedMemory keep;
   impl_->options = std::move(options);
   auto [report, planner] = impl_->planned(inputs, request.how);
@@ -152,6 +171,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
 
 PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>& inputs, const PlanOptions& how,
                          int count) {
+  check_options(impl_->file, options);
   const KeepFreedMemory keep;
   impl_->options = std::move(options);
   const auto planner = impl_->planned(inputs, how).planner;
@@ -163,6 +183,10 @@ PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>&
 }
 
 void Session::restore() {
+  if (impl_->file.exported)
+    throw Error(ErrorKind::input, "'" + impl_->path +
+                                      "' is a program of torch.export, which keeps no originals when it is rewritten; "
+                                      "use the file that it was made from.");
   if (!tsmem::restore(impl_->file.module))
     throw Error(ErrorKind::input, (impl_->path.empty() ? "The module" : "'" + impl_->path + "'") +
                                       " has nothing to restore: tsmem did not write it.");
@@ -170,9 +194,11 @@ void Session::restore() {
 }
 
 void Session::write(const std::string& path, bool replace) {
-  impl_->pending = std::make_unique<PendingModel>(impl_->file.module, impl_->file.extra_files, path, replace);
+  impl_->pending = std::make_unique<PendingModel>(impl_->file, path, replace);
   impl_->file.module = Module();  // its weights are not needed beside the two that are compared
 }
+
+std::string Session::bytes() const { return bytes_of(impl_->file); }
 
 void Session::commit() { impl_->pending->commit(); }
 

@@ -6,6 +6,7 @@ from typing import Any, Dict, Tuple
 import torch
 
 from ._error import Error
+from ._exported import rewritten_program
 from ._library import library_path
 
 _EXIT_CODES = {"different": 1, "request": 2, "input": 3, "budget": 4, "bug": 70}
@@ -29,7 +30,7 @@ def _scripted(module: Any) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return module._c
     what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"a {type(module).__name__}"
-    raise Error(f"{what} was given; tsmem takes TorchScript: pass torch.jit.script(model), or torch.jit.trace(model, example).", 2)
+    raise Error(f"{what} was given; tsmem takes TorchScript and programs of torch.export: pass torch.jit.script(model), or torch.export.export(model, examples).", 2)
 
 
 def _split(options: Dict[str, Any]) -> Tuple[Any, str]:
@@ -68,8 +69,10 @@ def _wrapped(module: Any) -> torch.jit.ScriptModule:
     return torch.jit._recursive.wrap_cpp_module(module)
 
 
-def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptModule:
+def rewrite(module: Any, **options: Any) -> Any:
     """The same model with memory-efficient operators, as a new module; `module` stays as it is, and they share nothing.
+
+    Takes a ScriptModule, or the ExportedProgram of torch.export.export, and gives the same: `.module()` of the new program trains.
 
     Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
     freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], seed=..., device=.... A list repeats the option, True sets a
@@ -80,6 +83,8 @@ def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptM
     module's. Raises tsmem.Error with one sentence; its `exit_code` is the tool's.
     """
     examples, text = _split(options)
+    if isinstance(module, torch.export.ExportedProgram):
+        return rewritten_program(module, lambda archive: _call("rewrite_exported", archive, examples, text), _report)
     new, report = _call("rewrite", _scripted(module), examples, text)
     _report(report)
     return _wrapped(new)
