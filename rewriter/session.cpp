@@ -209,8 +209,10 @@ std::vector<std::string> Session::structure_differences(const std::string& devic
   return tsmem::structure_differences(original, result);
 }
 
-VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& options) {
+VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& given) {
   const KeepFreedMemory keep;
+  VerifyOptions options = given;
+  if (impl_->file.exported) options.eval_mode = false;  // a program has one mode: that in which it was exported
   Module& original = impl_->original_on(options.device);
   const Module result = impl_->result_on(options.device);
   take_flags(original, result, impl_->options);

@@ -34,6 +34,15 @@ int argument_at(const Node* n, std::initializer_list<const char*> names) {
   return -1;
 }
 
+// The module whose flag an operator asks: that of a norm's running statistics, else the one whose code it is. (A
+// rewritten norm and its activation are one operator.)
+std::string mode_path(const Node* n) {
+  if (const int at = argument_at(n, {"running_mean"}); at >= 0)
+    if (const Node* read = n->input(at)->node(); read->kind() == prim::GetAttr)
+      return attribute_path(read->input()).value_or(module_path(n));
+  return module_path(n);
+}
+
 bool is_norm(const Node* n) { return argument_at(n, {"running_mean"}) >= 0; }
 
 // Where the operator takes the mode that its module is in; -1 where it takes none.
@@ -65,7 +74,7 @@ std::string listed(const std::set<std::string>& all) {
 }
 
 std::string where(const Node* n) {
-  const std::string path = module_path(n);
+  const std::string path = mode_path(n);
   return fmt::format("{}{}", n->kind().toUnqualString(), path.empty() ? "" : " in " + path);
 }
 
@@ -147,11 +156,11 @@ class Importer {
     return parts;
   }
 
-  // The flag of the module whose code `n` is, read before `n`.
-  Value* training(Node* n) {
+  // The flag of the module at `path`, read before `n`.
+  Value* training(const std::string& path, Node* n) {
     const WithInsertPoint guard(n);
     Value* m = body_->inputs()[0];
-    for (const std::string& name : module_at(module_path(n))) m = body_->insertGetAttr(m, name);
+    for (const std::string& name : module_at(path)) m = body_->insertGetAttr(m, name);
     return body_->insertGetAttr(m, "training");
   }
 
@@ -163,7 +172,7 @@ class Importer {
       if (!mode || !mode->isBool()) continue;
       if (mode->toBool()) {
         asks_.insert(n);
-        if (is_norm(n)) trained_norms_.insert(module_path(n));
+        if (is_norm(n)) trained_norms_.insert(mode_path(n));
       } else {
         frozen_.insert(n);
       }
@@ -172,7 +181,7 @@ class Importer {
 
   void give_flag(Node* n) {
     if (asks_.count(n)) {
-      n->replaceInput(static_cast<size_t>(mode_at(n)), training(n));
+      n->replaceInput(static_cast<size_t>(mode_at(n)), training(mode_path(n), n));
       ++flags_;
     }
     if (const int at = argument_at(n, {"dropout_p"}); at >= 0) {
@@ -186,7 +195,7 @@ class Importer {
 
   // `in_training` or `in_eval`, as the flag says.
   Value* choose(Node* before, double in_training, double in_eval) {
-    Value* flag = training(before);
+    Value* flag = training(module_path(before), before);
     const WithInsertPoint guard(before);
     Node* both = body_->insertNode(body_->create(prim::If, {flag}, 1));
     for (const double p : {in_training, in_eval}) {
@@ -199,10 +208,12 @@ class Importer {
   }
 
   void count_batches_in_training(Node* n) {
-    if (n->kind() != aten::add_ || n->hasUses() || n->input(0)->node()->kind() != prim::GetAttr ||
-        n->input(0)->node()->s(attr::name) != "num_batches_tracked" || !trained_norms_.count(module_path(n)))
-      return;
-    Value* flag = training(n);
+    if (n->kind() != aten::add_ || n->hasUses()) return;
+    const Node* counter = n->input(0)->node();
+    if (counter->kind() != prim::GetAttr || counter->s(attr::name) != "num_batches_tracked") return;
+    const auto path = attribute_path(counter->input());
+    if (!path || !trained_norms_.count(*path)) return;
+    Value* flag = training(*path, n);
     const WithInsertPoint guard(n);
     Node* only = body_->insertNode(body_->create(prim::If, {flag}, 0));
     Block* block = only->addBlock();
