@@ -61,6 +61,10 @@ if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
   packages_dir=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   # `import tsmem` takes the package from python/, and the package finds the library in build/.
   { realpath python; [ -z "$site" ] || echo "$site"; } >"$packages_dir/tsmem-build.pth"
+  # What an installed package tells torch.compile: the backend's name.
+  mkdir -p python/tsmem.egg-info
+  printf 'Metadata-Version: 2.1\nName: tsmem\nVersion: 0\n' >python/tsmem.egg-info/PKG-INFO
+  printf '[torch_dynamo_backends]\ntsmem = _tsmem_dynamo:backend\n' >python/tsmem.egg-info/entry_points.txt
   echo "set-up: installing Python packages into .venv"
   requirements=python/requirements.txt
   if [ -n "$site" ]; then # that torch, whatever its version is

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "rewriter/apply.h"
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -161,8 +162,7 @@ class Matcher {
 
   std::string name_of(const Node* n) const {
     const auto place = view_.places.find(n);
-    const Scope* scope = place == view_.places.end() ? nullptr : place->second.scope;
-    const std::string path = scope ? scope->path : "";
+    const std::string path = place == view_.places.end() ? "" : module_path_of(place->second);
     return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
   }
 
@@ -581,6 +581,7 @@ class Matcher {
     if (in_between && (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction))
       return fmt::format("a call that can't be looked into ({}) lies between the matched operators",
                          n->kind() == prim::CallMethod ? n->s(attr::name) : "function");
+    if (in_between && is_opaque(n)) return "an operator on functions lies between the matched operators";
     for (Block* b : n->blocks())
       for (Node* inner : b->nodes())
         if (auto reason = writes(inner, a, in_between); !reason.empty()) return reason;

@@ -12,6 +12,7 @@
 #include "rewriter/autodiff.h"
 #include "rewriter/checkpoint.h"
 #include "rewriter/error.h"
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/text.h"
 
@@ -82,7 +83,8 @@ std::set<Method> reachable(std::set<Method> from) {
 
 std::string place_name(const Place& p) {
   const std::string op = p.node->kind().toQualString();
-  return p.scope && !p.scope->path.empty() ? fmt::format("{}: {}", p.scope->path, op) : op;
+  const std::string path = module_path_of(p);
+  return path.empty() ? op : fmt::format("{}: {}", path, op);
 }
 
 void set_requires_grad(Module& module, const RewriteOptions& o) {
@@ -148,7 +150,7 @@ LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& metho
   std::vector<std::string> in, out;
   for (const std::string& path : c.paths) {
     bool all = true;
-    for (const Place& p : found.nodes) all &= selection.holds(join_path(path, p.scope ? p.scope->path : ""));
+    for (const Place& p : found.nodes) all &= selection.holds(join_path(path, module_path_of(p)));
     (all ? in : out).push_back(path);
   }
   if (out.empty()) return {false, ""};
@@ -272,6 +274,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
   result.matched = find_matches(view, selection.patterns, attributes);
+  if (selection.options.runs_eagerly) return result;
   const auto differentiated = differentiated_dropouts(view);
   for (Found& found : result.matched.found)
     for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
@@ -425,8 +428,21 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   return nodes;
 }
 
+// The innermost module that holds both, by their paths.
+std::string common_path(const std::string& a, const std::string& b) {
+  size_t end = 0;
+  for (size_t i = 0; i <= a.size() && i <= b.size(); ++i) {
+    const bool a_ends = i == a.size() || a[i] == '.', b_ends = i == b.size() || b[i] == '.';
+    if (a_ends && b_ends) end = i;
+    if (i == a.size() || i == b.size() || a[i] != b[i]) break;
+  }
+  return a.substr(0, end);
+}
+
 Match match_of(const Found& found, const std::string& path, const std::string& method, Level level) {
-  Match m{found.pattern->name, path, method, {}, false, ""};
+  std::string inner = module_path(found.nodes.front().node);  // of a flat body
+  for (const Place& p : found.nodes) inner = common_path(inner, module_path(p.node));
+  Match m{found.pattern->name, join_path(path, inner), method, {}, false, ""};
   for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
   for (const Line& line : parse_lines(found.rule->rewrite)) {
     m.op += (m.op.empty() ? "" : " + ") + line.op;

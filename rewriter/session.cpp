@@ -38,15 +38,17 @@ void take_flags(const Module& original, const Module& rewritten, const RewriteOp
       p.value.set_requires_grad(flags[p.name]);
 }
 
-// What can be written into TorchScript alone.
-void check_options(const ModelFile& file, const RewriteOptions& options) {
-  if (!file.exported) return;
+// The options as they are for such a file. Throws Error(ErrorKind::request) for what TorchScript alone can take.
+RewriteOptions options_for(const ModelFile& file, RewriteOptions options) {
+  if (!file.exported) return options;
   const auto refuse = [&](const char* option, const char* instead) {
     throw Error(ErrorKind::request,
                 fmt::format("A program of torch.export can't be rewritten with {}: {}.", option, instead));
   };
   if (!options.amp.empty()) refuse("amp", "export the model under torch.autocast");
   if (!options.checkpoint.empty()) refuse("checkpoint", "import it first (tsmem import), or use a budget");
+  options.runs_eagerly = true;
+  return options;
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -127,25 +129,28 @@ Session::Session(const Module& module) : impl_(std::make_unique<Impl>()) {
   impl_->file.module = copy_in_memory(module);
 }
 
+Session::Session(const Module& module, Module working) : impl_(std::make_unique<Impl>()) {
+  impl_->source = module;
+  impl_->file.module = std::move(working);
+}
+
 Session::Session(Session&&) noexcept = default;
 Session::~Session() = default;
 
 const Module& Session::module() const { return impl_->file.module; }
 
 RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
-  check_options(impl_->file, options);
-  impl_->options = options;
+  impl_->options = options_for(impl_->file, options);
   tsmem::restore(impl_->file.module);  // a rewrite starts from the originals, a dry run too
-  RewriteReport report = tsmem::rewrite(impl_->file.module, options, dry_run);
+  RewriteReport report = tsmem::rewrite(impl_->file.module, impl_->options, dry_run);
   impl_->describe(report, nullptr);
   return report;
 }
 
 PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IValue>& inputs,
                              const PlanRequest& request) {
-  check_options(impl_->file, options);
   const KeepFreedMemory keep;
-  impl_->options = std::move(options);
+  impl_->options = options_for(impl_->file, std::move(options));
   auto [report, planner] = impl_->planned(inputs, request.how);
   ChosenPlan plan;
   plan.original = original_step(*planner);
@@ -171,9 +176,8 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
 
 PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>& inputs, const PlanOptions& how,
                          int count) {
-  check_options(impl_->file, options);
   const KeepFreedMemory keep;
-  impl_->options = std::move(options);
+  impl_->options = options_for(impl_->file, std::move(options));
   const auto planner = impl_->planned(inputs, how).planner;
   const auto original = original_step(*planner);
   PlanFront front{planner->front(original.peak_bytes, count), original, solver_name(), 0, 0};

@@ -10,6 +10,7 @@
 
 #include <unordered_set>
 
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/unused_norms.h"
 
@@ -36,6 +37,10 @@ std::optional<std::string> attribute_path(const Value* v) {
 static bool borders(const Node* n, const char* context) {
   return (n->kind() == prim::Enter || n->kind() == prim::Exit) &&
          n->input(0)->type()->repr_str().find(context) != std::string::npos;
+}
+
+std::string module_path_of(const Place& place) {
+  return join_path(place.scope ? place.scope->path : "", module_path(place.node));
 }
 
 bool borders_autocast(const Node* n) { return borders(n, "autocast"); }

@@ -47,6 +47,10 @@ struct Place {
   Node* node;
 };
 
+// The path of the module whose code it is, relative to the method's own module: that of its scope, or what a node of a
+// flat body remembers (graph/exported_graph.h).
+std::string module_path_of(const Place& place);
+
 struct View {
   std::shared_ptr<Graph> graph;
   std::unordered_map<const Node*, Place> places;                    // of the nodes of `graph` that were copied

@@ -24,6 +24,9 @@ struct RewriteOptions {
   std::vector<std::string> freeze, train;  // parameter globs whose requires_grad is cleared or set
   std::string amp;                         // "bf16", "f16": `method` (or forward) runs under autocast; empty: as it is
   std::string method;                      // empty: every method of every module; else this one and all that it calls
+  // The methods are run operator by operator, as PyTorch runs eager code, and not by TorchScript, which drops what
+  // nothing uses and draws where it differentiates a dropout of p = 0.
+  bool runs_eagerly = false;
 };
 
 struct Match {

@@ -33,6 +33,8 @@ class TSMEM_API Session {
   explicit Session(const std::string& path);
   // A copy of a module, made in memory: the module stays as it is, and the copy shares nothing with it.
   explicit Session(const torch::jit::Module& module);
+  // The same, with a copy that the caller has made: it is changed in place.
+  Session(const torch::jit::Module& module, torch::jit::Module working);
   Session(Session&&) noexcept;
   ~Session();
 

@@ -33,7 +33,7 @@ def _scripted(module: Any) -> Any:
     raise Error(f"{what} was given; tsmem takes TorchScript and programs of torch.export: pass torch.jit.script(model), or torch.export.export(model, examples).", 2)
 
 
-def _split(options: Dict[str, Any]) -> Tuple[Any, str]:
+def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:
     """Example arguments (a tensor, or a tuple of all arguments) apart from the options, in which `input` may also be a SPEC or a list of them."""
     options = dict(options)
     given = options.get("input")
@@ -47,14 +47,14 @@ def _split(options: Dict[str, Any]) -> Tuple[Any, str]:
         raise Error(f"an option has a value of a type that it can't have: {error}.", 2) from None
 
 
-def _report(text: str) -> Any:
+def read_report(text: str) -> Any:
     report = json.loads(text)
     if isinstance(report, dict) and "error" in report and "kind" in report:
         raise Error(report["error"], _EXIT_CODES[report["kind"]])
     return report
 
 
-def _call(name: str, *arguments: Any) -> Any:
+def call_library(name: str, *arguments: Any) -> Any:
     # What runs a model draws random numbers; the caller's go on as if nothing had been.
     with torch.random.fork_rng():
         try:
@@ -82,18 +82,18 @@ def rewrite(module: Any, **options: Any) -> Any:
     Make the optimizer from the new module's parameters. Parameters, buffers, their devices, requires_grad and the training flags are the
     module's. Raises tsmem.Error with one sentence; its `exit_code` is the tool's.
     """
-    examples, text = _split(options)
+    examples, text = split_options(options)
     if isinstance(module, torch.export.ExportedProgram):
-        return rewritten_program(module, lambda archive: _call("rewrite_exported", archive, examples, text), _report)
-    new, report = _call("rewrite", _scripted(module), examples, text)
-    _report(report)
+        return rewritten_program(module, lambda archive: call_library("rewrite_exported", archive, examples, text), read_report)
+    new, report = call_library("rewrite", _scripted(module), examples, text)
+    read_report(report)
     return _wrapped(new)
 
 
 def restore(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     """The module with PyTorch's operators again, with the weights that it has now, as a new module. Raises tsmem.Error where it was not rewritten."""
-    new, report = _call("restore", _scripted(module))
-    _report(report)
+    new, report = call_library("restore", _scripted(module))
+    read_report(report)
     return _wrapped(new)
 
 
@@ -103,8 +103,8 @@ def verify(a: torch.jit.ScriptModule, b: torch.jit.ScriptModule, **options: Any)
     Options: input (as for rewrite), calls, seeds, train, eval, thorough, no_measure, method, device, seed. Returns what `tsmem verify --json`
     writes; its "equal" is the answer. Both modules stay as they are. Raises tsmem.Error where the input does not fit or `a` can't run.
     """
-    examples, text = _split(options)
-    return _report(_call("verify", _scripted(a), _scripted(b), examples, text))
+    examples, text = split_options(options)
+    return read_report(call_library("verify", _scripted(a), _scripted(b), examples, text))
 
 
 def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
@@ -112,8 +112,8 @@ def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
 
     Options: input (as for rewrite), eval, input_grad, steps, warmup, method, device, seed. Raises tsmem.Error where the model can't run.
     """
-    examples, text = _split(options)
-    return _report(_call("profile", _scripted(module), examples, text))
+    examples, text = split_options(options)
+    return read_report(call_library("profile", _scripted(module), examples, text))
 
 
 def plan(module: torch.jit.ScriptModule, **options: Any) -> Report:
@@ -121,10 +121,10 @@ def plan(module: torch.jit.ScriptModule, **options: Any) -> Report:
 
     Options: input (as for rewrite), points, amp, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.
     """
-    examples, text = _split(options)
-    return _report(_call("plan", _scripted(module), examples, text))
+    examples, text = split_options(options)
+    return read_report(call_library("plan", _scripted(module), examples, text))
 
 
 def diff(a: torch.jit.ScriptModule, b: torch.jit.ScriptModule, **options: Any) -> Report:
     """What differs between two modules' graphs, as `tsmem diff --format json` prints it. Option: method."""
-    return _report(_call("diff", _scripted(a), _scripted(b), _split(options)[1]))
+    return read_report(call_library("diff", _scripted(a), _scripted(b), split_options(options)[1]))

@@ -18,9 +18,9 @@ using StateOf = std::function<at::Tensor(const std::string& path)>;
 // A module with that state in submodules of the same paths, each with an attribute `training`, and one method,
 // `forward`, whose body is flat: one node for each of the graph's, in its order and with its names, each knowing the
 // path of the module whose code it is (module_path). Parameters, buffers and constants are read as attributes; every
-// other input is an argument. A node that TorchScript can't express (an operator on functions, such as cond) stands
-// there as a prim::PythonOp, which nothing matches and nothing moves across. Throws Error(ErrorKind::input) where the
-// graph names an operator that isn't registered or contradicts itself.
+// other input is an argument. A node that TorchScript can't express (an operator on functions, such as cond) is a
+// tsmem_graph::opaque, which nothing matches and nothing moves across. Throws Error(ErrorKind::input) where the graph
+// names an operator that isn't registered or contradicts itself.
 torch::jit::Module module_of_graph(const nlohmann::json& graph_module, const StateOf& state);
 
 // The flat `forward` of a module that module_of_graph made and rewrite() changed, as a graph with the inputs, the
@@ -31,5 +31,8 @@ nlohmann::json graph_of_module(const torch::jit::Module& rewritten, const nlohma
 
 // The path of the module whose code a node of a flat body is ("layer1.0.bn1"; "" for the root and for all other nodes).
 std::string module_path(const torch::jit::Node* node);
+
+// Whether a node is one that TorchScript can't express.
+bool is_opaque(const torch::jit::Node* node);
 
 }  // namespace tsmem

@@ -1,0 +1,234 @@
+"""torch.compile(model, backend="tsmem"): Dynamo's graphs, rewritten.
+
+Each graph becomes one of aten operators (before autograd and autocast take them apart), is rewritten as a TorchScript
+model is, and runs operator by operator as eager code does. What Python alone can run (autograd.Function, checkpoint,
+borders of no_grad and autocast blocks) stays as it is, and the graph on each side of it is rewritten for itself.
+
+make_fx, fuse_by_partitions and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
+"""
+import contextlib
+import json
+import logging
+import operator
+import re
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import fx
+
+from ._error import Error
+from ._graph import State, build, describe
+from ._session import call_library, read_report, split_options
+
+log = logging.getLogger("tsmem")
+
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_BORDERS = (torch._C._set_grad_enabled, torch.autograd.function.FunctionCtx, *_AUTOCAST)
+_NAME = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]*)['"]\]|\[['"]([^'"]*)['"]\]|\[(\d+)\]|\.(\w+)""")
+
+
+def _checkpoint(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What torch.utils.checkpoint has put into the graph as an operator; run by itself, that operator checkpoints nothing."""
+    from torch.utils.checkpoint import checkpoint
+
+    # As arguments, buffers that it changes would be refused.
+    return checkpoint(lambda: body(*args), **{"use_reentrant": False, **kwargs})
+
+
+def _inner(gm: fx.GraphModule) -> List[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """An operator on tensors and numbers, and no border of a block and no operator on functions."""
+    if node.op == "call_function":
+        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint
+    return node.op == "call_method"
+
+
+def _transforms(gm: fx.GraphModule) -> Optional[str]:
+    """A function of torch.func that has left its own begin and end in the graph."""
+    for node in _inner(gm):
+        if node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or ""):
+            return getattr(node.target, "__name__", str(node.target))
+    return None
+
+
+def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
+    """The nodes between borders, of those parts that run with gradients."""
+    runs: List[List[fx.Node]] = [[]]
+    odd, grad = set(), True
+    for node in _inner(gm):
+        if _is_plain(node) and not (node.target is operator.getitem and node.args[0] in odd):
+            runs[-1].append(node)
+            continue
+        odd.add(node)
+        if runs[-1] and not grad:
+            runs.pop()
+        runs.append([])
+        if node.target is torch._C._set_grad_enabled:
+            grad = bool(node.args[0])
+    if not grad:
+        runs.pop()
+    return [run for run in runs if run]
+
+
+def _parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
+    """The graphs to rewrite, with the names of those that became submodules of `gm`; None: `gm` itself."""
+    if all(map(_is_plain, _inner(gm))):
+        return [(None, gm)]
+    from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+
+    for node in _inner(gm):
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            node.target = _checkpoint
+    for node in gm.graph.nodes:
+        node.meta.setdefault("val", node.meta.get("example_value"))
+    fuse_by_partitions(gm, [dict.fromkeys(run) for run in _runs(gm)], prefix="tsmem_")
+    gm.recompile()
+    return [(name, child) for name, child in gm.named_children() if name.startswith("tsmem_")]
+
+
+def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
+    """The same graph in aten operators. It runs on Dynamo's own fake tensors: fresh ones would break its guards."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    with mode or contextlib.nullcontext(), torch.enable_grad(), fx.traceback.preserve_node_meta():
+        return make_fx(lambda *a: fx.Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+
+
+def _dotted(source: str) -> str:
+    """"L['self']._modules['layer1']._parameters['weight']" as "layer1.weight"."""
+    inside = re.sub(r"""^[LG]\[['"][^'"]*['"]\]""", "", source)
+    return ".".join(next(filter(None, found)) for found in _NAME.findall(inside))
+
+
+def _module_of(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return re.sub(r"@\d+", "", _dotted(stack[-1][0])).replace(",", "_") if stack else ""
+
+
+class _Input:
+    """What Dynamo knows of an input: its fake value, the example, and where a parameter or buffer is found."""
+
+    def __init__(self, node: fx.Node, example: Any):
+        self.fake = node.meta.get("example_value", example)
+        self.example = example
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "name", "")
+        self.path = _dotted(name() if callable(name) else name)
+        own = "ParamBuffer" in type(source).__name__ or "_buffers[" in str(name() if callable(name) else name)
+        self.is_state = isinstance(example, torch.nn.Parameter) or isinstance(example, torch.Tensor) and own
+
+
+def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]]) -> State:
+    """Parameters, buffers and constants, each under a path of its own."""
+    state: State = {}
+    taken = set()
+
+    def add(node: fx.Node, path: str, tensor: torch.Tensor) -> None:
+        path = ".".join(part for part in re.sub(r"[^\w.]", "_", path).split(".") if part) or node.name
+        while path in taken or any(other.startswith(path + ".") or path.startswith(other + ".") for other in taken):
+            path += "_"
+        taken.add(path)
+        state[node.name] = (path, tensor)
+
+    for node, given in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs):
+        if given is not None and given.is_state:
+            add(node, given.path, given.example)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
+            add(node, node.name, getattr(gm, node.target))
+    return state
+
+
+def _drop_casts(gm: fx.GraphModule) -> None:
+    """x.to(x's own dtype) is x, which hides what x is from the patterns."""
+    for node in _inner(gm):
+        if node.target is torch.ops.aten.to.dtype and not any(node.args[2:]) and not node.kwargs:
+            val = node.args[0].meta.get("val")
+            if isinstance(val, torch.Tensor) and val.dtype == node.args[1]:
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
+
+
+def _drop_asserts(gm: fx.GraphModule) -> None:
+    for node in _inner(gm):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            gm.graph.erase_node(node)
+
+
+def _rewrite(gm: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, options: Dict[str, Any]) -> Tuple[fx.GraphModule, Dict[str, Any]]:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = [inputs.get(n.name) for n in placeholders]
+    fakes = [k.fake if k is not None else n.meta["val"] for k, n in zip(known, placeholders)]
+    aten = _aten_graph(gm, fakes)
+    for node, fake in zip((n for n in aten.graph.nodes if n.op == "placeholder"), fakes):
+        node.meta["val"] = fake
+    _drop_asserts(aten)
+    if not casts_stay:
+        _drop_casts(aten)
+    state = _state(aten, known)
+    description = describe(aten, state, _module_of)
+    examples = None
+    if {"budget", "fit"} & options.keys():
+        examples = tuple(k.example for k in known if k is not None and not k.is_state)
+    report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(options)[1]))
+    new = report.pop("graph_module")
+    new["original"] = description["graph"]
+    return build(new, aten), report
+
+
+def _said(report: Dict[str, Any]) -> str:
+    matches = report["matches"]
+    kinds: Dict[str, int] = {}
+    for match in matches:
+        kinds[match["pattern"]] = kinds.get(match["pattern"], 0) + 1
+    found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1])) or "no match"
+    reasons = sorted({f"{r['pattern']}: {r['reason']}" for r in report.get("refused", [])})
+    left = f"; left as it is: {'; '.join(reasons[:3])}{f' and {len(reasons) - 3} more' if len(reasons) > 3 else ''}" if reasons else ""
+    return f"{found}{left}"
+
+
+def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The backend: takes Dynamo's graph and its inputs, returns what runs in its place.
+
+    Options (torch.compile's `options`): those of tsmem.rewrite that mean something here (level, only, skip, module, budget, estimate,
+    solve_seconds, seed), and strict=True, which raises tsmem.Error where a graph would else run as it is.
+    """
+    options = dict(kwargs.get("options") or {})
+    strict = options.pop("strict", False)
+    if kwargs.get("mode") not in (None, "default"):
+        raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", 2)
+    if not torch.is_grad_enabled():
+        return gm.forward  # nothing is saved
+    function = _transforms(gm)
+    casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
+    inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
+    parts = [] if function else _parts(gm)
+    if "budget" in options and len(parts) > 1:
+        raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", 2)
+    said = [f"{function} of torch.func is in it, so it runs as it is"] if function else []
+    failed: Optional[Exception] = Error(said[0], 2) if function else None
+    whole: Any = gm
+    for name, child in parts:
+        try:
+            new, report = _rewrite(child, inputs, casts_stay, options)
+        except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
+            if isinstance(error, Error) and error.exit_code in (2, 4):
+                raise
+            failed = error
+            said.append(f"runs as it is: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        said.append(_said(report))
+        if name is None:
+            whole = new
+        else:
+            setattr(gm, name, new)
+    if failed is not None and strict:
+        raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "exit_code", 3)) from failed
+    level = logging.WARNING if failed is not None else logging.INFO
+    log.log(level, "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
+    return whole.forward

@@ -1,0 +1,40 @@
+#include "rewriter/graph/origin.h"
+
+#include <torch/csrc/jit/runtime/operator.h>
+
+#include "rewriter/graph/exported_graph.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+static const c10::Symbol kIndex = c10::Symbol::attr("tsmem_node"), kPath = c10::Symbol::attr("tsmem_module");
+
+void set_origin(Node* node, int64_t index, const std::string& path) {
+  node->i_(kIndex, index);
+  if (!path.empty()) node->s_(kPath, path);
+}
+
+std::optional<int64_t> origin(const Node* node) {
+  return node->hasAttribute(kIndex) ? std::optional<int64_t>(node->i(kIndex)) : std::nullopt;
+}
+
+std::string module_path(const Node* node) { return node->hasAttribute(kPath) ? node->s(kPath) : ""; }
+
+c10::Symbol opaque_symbol() {
+  // LibTorch asks every node for its schema: this one takes and gives whatever it likes, and has effects.
+  static const bool registered = [] {
+    if (getAllOperatorsFor(c10::Symbol::fromQualString("tsmem_graph::opaque")).empty())
+      registerOperator(Operator(
+          "tsmem_graph::opaque(...) -> ...",
+          [](Stack&) { throw std::runtime_error("an operator on functions can't be run by TorchScript"); },
+          c10::AliasAnalysisKind::CONSERVATIVE));
+    return true;
+  }();
+  (void)registered;
+  return c10::Symbol::fromQualString("tsmem_graph::opaque");
+}
+
+bool is_opaque(const Node* node) { return node->kind() == opaque_symbol(); }
+
+}  // namespace tsmem
