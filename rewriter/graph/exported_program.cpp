@@ -7,6 +7,7 @@
 #include <set>
 
 #include "rewriter/error.h"
+#include "rewriter/graph/check_exported.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/tensor_values.h"
@@ -264,8 +265,10 @@ ExportedProgram read_exported(const std::string& path, const Archive& archive) {
   const auto record = graph_record(program.name);
   program.program = parse<json>(path, record, text_of(reader, record));
   const auto why = looking_into(path, record, [&] {
-    program.program.at("graph_module").at("graph").at("nodes");
-    return unfit(program.program);
+    const auto reason = unfit(program.program);
+    if (reason.empty() && !is_graph_module(program.program.at("graph_module")))
+      throw damaged(path, "record '" + record + "' is not as torch.export writes it");
+    return reason;
   });
   if (!why.empty()) throw Error(ErrorKind::input, "'" + path + "' " + why + ".");
   return program;
