@@ -1,20 +1,23 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
-# make test    every test
+# make test    every test; and with the oldest torch of the range the C++ tests, loading, training and the examples
+# make test-oldest   every test with the oldest torch, in .venv-2.11 and build-2.11
 # make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make hostile SEEDS=0:2000   every command on that many damaged and hostile files (hours; tests/hostile)
 # make tsan    forward and backward from several threads under ThreadSanitizer, in build-tsan
 # make bench   every benchmark; results in build/bench
-# TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv.
+# make wheel   one wheel for every torch of the range, in build/wheel
+# TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv, and no other.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+OLDEST := $(shell grep -m1 -o '^[0-9]*\.[0-9]*' python/torch-versions.txt)
 # Relative paths in ccache's keys: the wheel's build finds what build/ has compiled.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build demo test fuzz sanitize tsan hostile bench setup clean format tidy
+.PHONY: build build-oldest demo test test-newest test-oldest test-oldest-part wheel fuzz sanitize tsan hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -26,12 +29,37 @@ build: setup
 demo: build
 	@$(PYTHON) examples/demo.py
 
-# Both parts run, whatever the first says.
-test: build
-	@ctest --preset release; cpp=$$?; $(PYTHON) -m pytest tests; py=$$?; \
-	if [ $$cpp -ne 0 ]; then echo "make test: ctest failed"; fi; \
-	if [ $$py -ne 0 ]; then echo "make test: pytest failed"; fi; \
-	[ $$cpp -eq 0 ] && [ $$py -eq 0 ]
+# Without CUDA, which halves its time: the kernels for it are the newest's.
+build-oldest:
+	@cmake/setup.sh oldest
+	@torch=$$(echo $(CURDIR)/.venv-$(OLDEST)/lib/python3*/site-packages/torch); \
+	cmake -S . -B build-$(OLDEST) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OLDEST).log || \
+	  { cat build/configure-$(OLDEST).log; exit 1; }
+	@cmake --build build-$(OLDEST)
+
+# Every part runs, whatever those before it say. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
+tests = failed=0; \
+	ctest --test-dir $(2) --output-on-failure || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
+	TSMEM_OPS=$(CURDIR)/$(2)/lib/libtsmem_ops.so TSMEM_BIN=$(CURDIR)/$(2)/bin/tsmem $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
+	[ $$failed -eq 0 ]
+
+test:
+	@failed=0; $(MAKE) --no-print-directory test-newest || failed=1; \
+	[ -n "$$TSMEM_TORCH" ] || $(MAKE) --no-print-directory test-oldest-part || failed=1; \
+	[ $$failed -eq 0 ]
+
+test-newest: build
+	@$(call tests,$(PYTHON),build,tests)
+
+test-oldest: build-oldest
+	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OLDEST)/bin/python,build-$(OLDEST),tests)
+
+# Does every part of the code that knows versions work: loading, a file of another version, training in every way, the examples.
+test-oldest-part: build-oldest
+	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OLDEST)/bin/python,build-$(OLDEST),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py))
+
+wheel: setup
+	@$(PYTHON) cmake/wheel/make_wheel.py
 
 fuzz: SEEDS ?= 0:1000
 fuzz: build

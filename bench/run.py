@@ -1,6 +1,6 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|plans|validation|rewrite|verify|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|eager|plans|validation|rewrite|verify|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
@@ -113,6 +113,43 @@ def peers(a, folder: Path) -> list:
         for variant, m, seconds, ratio in zip(variants, measured, *times):
             rows.append({"model": name, "variant": variant, "saved_bytes": m.saved, "peak_bytes": m.peak, "step_seconds": seconds, "time_ratio": ratio})
             print(f"{name:26}{variant:34}{m.saved / measured[0].saved:7.3f}{m.peak / measured[0].peak:7.3f}{ratio:7.3f}", flush=True)
+    return rows
+
+
+def eager(a, folder: Path) -> list:
+    """Eager models: torch.compile(backend="tsmem") beside the other backends that keep autograd's numbers, in turns; ratios to eager."""
+    import torch
+    import torch._functorch.config as config
+
+    import allocator
+    import models
+
+    def by(backend: str, budget: float, model, x):
+        fast = torch.compile(model, backend=backend, dynamic=False)
+        with config.patch(activation_memory_budget=budget):  # a global setting, read while compiling
+            fast(x).sum().backward()
+        return fast
+
+    rows = []
+    backends = [("tsmem", 1.0), ("aot_eager", 1.0), ("aot_eager", 0.5), ("inductor", 1.0), ("inductor", 0.5)]
+    print(f"\nEager models, {a.batch}x3x{a.size}x{a.size}, float32, all trainable, ratios to eager")
+    print(f"{'model':26}{'':24}{'saved':>7}{'peak':>7}{'time':>7}{'first call s':>14}")
+    for name in a.models:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.randn(a.batch, 3, a.size, a.size)
+        variants, first = {"eager": models.build(name).train()}, [0.0]
+        for backend, budget in backends:
+            start = time.perf_counter()
+            label = backend if backend == "tsmem" else f"{backend}, budget {budget:g}"
+            variants[label] = by(backend, budget, models.build(name).train(), x)
+            first.append(time.perf_counter() - start)
+        measured = [allocator.memory(m, (x,)) for m in variants.values()]
+        times = allocator.times(list(variants.values()), (x,), a.rounds)
+        for variant, m, seconds, ratio, compiling in zip(variants, measured, *times, first):
+            rows.append({"model": name, "variant": variant, "saved_bytes": m.saved, "peak_bytes": m.peak, "step_seconds": seconds, "time_ratio": ratio,
+                         "first_call_seconds": compiling})
+            print(f"{name:26}{variant:24}{m.saved / measured[0].saved:7.3f}{m.peak / measured[0].peak:7.3f}{ratio:7.3f}{compiling:14.1f}", flush=True)
     return rows
 
 
@@ -269,7 +306,7 @@ def plans(a, folder: Path) -> list:
     return rows
 
 
-PARTS = {"memory": memory, "peers": peers, "plans": plans, "validation": validation, "rewrite": rewrite, "verify": verify, "programs": programs}
+PARTS = {"memory": memory, "peers": peers, "eager": eager, "plans": plans, "validation": validation, "rewrite": rewrite, "verify": verify, "programs": programs}
 
 
 def main() -> None:

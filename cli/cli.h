@@ -12,6 +12,7 @@
 #include "rewriter/clock.h"  // seconds_since()
 #include "rewriter/error.h"
 #include "rewriter/text.h"  // paint()
+#include "tsmem/pattern.h"
 
 namespace tsmem::cli {
 
@@ -38,6 +39,11 @@ Run add_import(CLI::App& app, const Common& common);
 Run add_inspect(CLI::App& app, const Common& common);
 Run add_patterns(CLI::App& app, const Common& common);
 Run add_completion(CLI::App& app, const Common& common);
+
+// --patterns FILE, repeatable.
+void add_patterns_option(CLI::App& app, std::vector<std::string>& files);
+// The patterns of all these files. Throws Error.
+std::vector<Pattern> read_patterns(const std::vector<std::string>& files);
 
 // Checks of an option's text, which take nothing else: CLI11's own let through what overflows, NaN, and take 010 for 8.
 CLI::Validator whole_number(int64_t low, uint64_t high);

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "cli.h"
+#include "cli/cli.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
 #include "rewriter/text.h"
@@ -39,6 +39,20 @@ Exit exit_code(ErrorKind kind) {
       return kBudget;
   }
   return kBug;
+}
+
+void add_patterns_option(CLI::App& app, std::vector<std::string>& files) {
+  app.add_option("--patterns", files, "Patterns of your own, for operators that --ops loads; repeatable")
+      ->type_name("FILE")
+      ->allow_extra_args(false);
+}
+
+std::vector<Pattern> read_patterns(const std::vector<std::string>& files) {
+  std::vector<Pattern> all;
+  for (auto& file : files)
+    for (auto& pattern : tsmem::read_patterns(file)) all.push_back(std::move(pattern));
+  check_patterns(all);
+  return all;
 }
 
 CLI::Validator whole_number(int64_t low, uint64_t high) {

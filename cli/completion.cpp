@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "cli.h"
+#include "cli/cli.h"
 #include "rewriter/error.h"
 
 namespace tsmem::cli {

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "cli.h"
-#include "page.h"
+#include "cli/cli.h"
+#include "cli/page.h"
 #include "rewriter/added_names.h"
 #include "rewriter/compare/diff.h"
 #include "rewriter/compare/diff_text.h"

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <unordered_set>
 
-#include "cli.h"
+#include "cli/cli.h"
 #include "rewriter/added_names.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"
@@ -23,6 +23,7 @@ using torch::jit::Module;
 
 struct Options {
   std::string model, method, json_file;
+  std::vector<std::string> patterns;
 };
 
 struct Row {  // of a module: its own parameters, without its children's
@@ -79,6 +80,8 @@ std::map<std::string, int> op_counts(const Module& module, const std::string& me
 }
 
 int inspect_file(const Options& o, const Common& common) {
+  RewriteOptions options;
+  options.patterns = read_patterns(o.patterns);
   auto file = load_model(o.model, "meta");  // names and shapes are enough
   Module& module = file.module;
   std::vector<std::string> names, all_names;
@@ -102,7 +105,6 @@ int inspect_file(const Options& o, const Common& common) {
   }
   bool rewritten = is_rewritten(module);
   if (rewritten) restore(module);  // what would match is a question about the originals
-  RewriteOptions options;
   options.method = is_added_name(o.method) ? "" : o.method;
   auto report = rewrite(module, options, true);
   std::map<std::string, size_t> matches;
@@ -185,6 +187,7 @@ Run add_inspect(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
   app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("--method", o->method, "This method alone")->type_name("NAME");
+  add_patterns_option(app, o->patterns);
   app.add_option("--json", o->json_file, "Write what is found; '-' for standard output")->type_name("FILE");
   app.footer("Example: tsmem inspect model.pt");
   return [o, &common] { return inspect_file(*o, common); };

@@ -15,7 +15,7 @@
 #include <iostream>
 #include <new>
 
-#include "cli.h"
+#include "cli/cli.h"
 #include "rewriter/check_file.h"
 #include "rewriter/error.h"
 #include "rewriter/model_file.h"

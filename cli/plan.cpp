@@ -4,14 +4,14 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "cli.h"
-#include "planning.h"
+#include "cli/cli.h"
+#include "cli/planning.h"
+#include "cli/run_options.h"
+#include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/model_file.h"
 #include "rewriter/report_json.h"
-#include "run_options.h"
-#include "timeline.h"
 #include "tsmem/session.h"
 
 namespace tsmem::cli {
@@ -23,6 +23,7 @@ struct Options {
   PlanLimits limits;
   int points = 10;
   std::string amp;
+  std::vector<std::string> patterns;
 };
 
 void check_files(const Options& o) {
@@ -43,14 +44,15 @@ int run(const Options& o, const Common& common) {
   o.run.apply();
   require_device(o.run.device);
   o.limits.check(!o.run.inputs.empty() || !o.run.inputs_file.empty(), o.amp);
+  RewriteOptions rewriting;
+  rewriting.amp = o.amp;
+  rewriting.patterns = read_patterns(o.patterns);
   Session session(o.model);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.limits.estimate ? "meta" : o.run.device);
   const Progress progress(common);
   PlanOptions options = o.limits.options(common, progress);
   options.method = o.run.method;
   options.device = o.run.device;
-  RewriteOptions rewriting;
-  rewriting.amp = o.amp;
   const PlanFront front = session.front(rewriting, inputs, options, o.points);
   const auto& [points, original, solver, solve_seconds, solves] = front;
   progress.clear();
@@ -90,6 +92,7 @@ Run add_plan(CLI::App& app, const Common& common) {
       ->check(whole_number(2, 100));
   app.add_option("--amp", o->amp, "Plan for forward under autocast, as rewrite --amp writes it")
       ->check(CLI::IsMember({"bf16", "f16"}));
+  add_patterns_option(app, o->patterns);
   app.add_option("--plot", o->plot, "Draw the front, as .svg or .png")->type_name("FILE");
   app.footer(
       "Example: tsmem plan model.pt --input 8x3x224x224 --plot front.svg\n\n"

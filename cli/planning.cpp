@@ -1,11 +1,11 @@
-#include "planning.h"
+#include "cli/planning.h"
 
 #include <fmt/format.h>
 
 #include <cmath>
 
+#include "cli/timeline.h"
 #include "rewriter/error.h"
-#include "timeline.h"
 
 namespace tsmem::cli {
 

@@ -2,8 +2,8 @@
 #pragma once
 #include <string>
 
-#include "cli.h"
-#include "run_options.h"
+#include "cli/cli.h"
+#include "cli/run_options.h"
 #include "tsmem/plan.h"
 
 namespace tsmem::cli {

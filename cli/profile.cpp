@@ -4,13 +4,13 @@
 #include <map>
 #include <memory>
 
-#include "cli.h"
+#include "cli/cli.h"
+#include "cli/run_options.h"
+#include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/profile.h"
 #include "rewriter/model_file.h"
-#include "run_options.h"
-#include "timeline.h"
 
 namespace tsmem::cli {
 namespace {

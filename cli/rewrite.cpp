@@ -1,5 +1,6 @@
 // tsmem rewrite: its options, and what it prints.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
@@ -8,16 +9,16 @@
 #include <optional>
 #include <sstream>
 
-#include "cli.h"
+#include "cli/cli.h"
+#include "cli/planning.h"
+#include "cli/run_options.h"
 #include "patterns/pattern.h"
-#include "planning.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/model_file.h"
 #include "rewriter/plan/size.h"
 #include "rewriter/report_json.h"
 #include "rewriter/text.h"
-#include "run_options.h"
 #include "tsmem/session.h"
 
 namespace tsmem::cli {
@@ -27,7 +28,7 @@ using nlohmann::json;
 
 struct Options {
   std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
-  std::vector<std::string> inputs;
+  std::vector<std::string> inputs, patterns;
   int optimizer_states = 0;
   PlanLimits limits;
   RewriteOptions rewrite;
@@ -78,8 +79,8 @@ void settle_level(Options& o, const CLI::App& app) {
 
 void refuse_conflicts(const Options& o, const CLI::App& app) {
   if (!o.undo) return;
-  for (auto name : {"--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method", "--explain",
-                    "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
+  for (auto name : {"--patterns", "--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method",
+                    "--explain", "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
     if (app.get_option(name)->count() > 0)
       throw Error(ErrorKind::request, std::string("--restore and ") + name + " exclude each other.");
 }
@@ -116,13 +117,14 @@ std::string kept_after(const Pattern& pattern) {
   return text.substr(0, text.find(" ("));
 }
 
-void print_matches(const RewriteReport& report, bool verbose) {
+void print_matches(const RewriteReport& report, const std::vector<Pattern>& own, bool verbose) {
   std::map<std::string, size_t> counts;
   for (auto& match : report.matches) ++counts[match.pattern];
   std::vector<std::vector<std::string>> rows = {{"pattern", "matches", "kept for backward"}};
-  for (auto& pattern : all_patterns())
-    if (counts.count(pattern.name))
-      rows.push_back({pattern.name, std::to_string(counts[pattern.name]), kept_after(pattern)});
+  for (auto* list : {&own, &all_patterns()})
+    for (auto& pattern : *list)
+      if (counts.count(pattern.name))
+        rows.push_back({pattern.name, std::to_string(counts[pattern.name]), kept_after(pattern)});
   print(table(rows));
   if (!verbose) return;
   print("\n");
@@ -150,6 +152,23 @@ void print_refusals(const RewriteReport& report, bool color) {
       print(line + ": " + reason + "\n");
     }
   }
+}
+
+// What --checkpoint named and is not wrapped: the user counts on it.
+void print_not_checkpointed(const RewriteReport& report) {
+  for (auto& r : report.refused)
+    if (r.pattern == "checkpoint") print(fmt::format("--checkpoint {}: {}\n", r.module, r.reason));
+}
+
+// How the output differs from the input, in a word or two for the last line.
+std::string written_text(const Options& o, const RewriteReport& report, bool rewritten_before) {
+  if (!report.matches.empty() || !report.regions.empty() || !o.rewrite.amp.empty()) return "Written";
+  std::vector<std::string> changes;
+  if (report.bodies) changes.push_back("calls are inlined");
+  if (!o.rewrite.freeze.empty() || !o.rewrite.train.empty()) changes.push_back("requires_grad is set as asked");
+  if (rewritten_before) changes.push_back("the original methods are restored");
+  if (changes.empty()) return "Written unchanged";
+  return fmt::format("Written, where {} and nothing else is changed", fmt::join(changes, ", "));
 }
 
 bool verifies_numbers(const Options& o) {
@@ -210,7 +229,9 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   settle_level(o, app);
   check_files(o);
   require_device(o.device);
+  o.rewrite.patterns = read_patterns(o.patterns);
   Session session(o.model);
+  const bool rewritten_before = is_rewritten(session.module());
   const std::string method = o.rewrite.method.empty() ? "forward" : o.rewrite.method;
   if (!session.module().find_method(method) && !o.rewrite.method.empty()) {
     std::vector<std::string> names;
@@ -251,7 +272,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     write_json(report_json(o, report, plan ? &*plan : nullptr), o.json_file, {o.model, o.output});
   bool json_on_stdout = o.json_file == "-";
   if (!common.quiet && !json_on_stdout) {
-    if (!o.undo && !report.matches.empty()) print_matches(report, common.verbose);
+    if (!o.undo && !report.matches.empty()) print_matches(report, o.rewrite.patterns, common.verbose);
     size_t checkpoints =
         std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
     if (checkpoints)
@@ -263,6 +284,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
+  if (!common.quiet && !json_on_stdout) print_not_checkpointed(report);
   if (o.explain && !json_on_stdout) {
     if (!common.quiet) print("\n");
     print_refusals(report, use_color(common));
@@ -272,10 +294,8 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     print("Nothing was written (--dry-run).\n");
   else if (o.undo)
     print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else if (report.matches.empty() && report.regions.empty() && o.rewrite.amp.empty())
-    print("Written unchanged: " + o.output + "\n");
   else
-    print("Written: " + o.output + "\n");
+    print(written_text(o, report, rewritten_before) + ": " + o.output + "\n");
   return kOk;
 }
 
@@ -290,12 +310,13 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
   app.add_option(
          "--level", o->level,
-         "ops: operator by operator. regions (default): norms, activations and the like are made again in backward, no "
+         "ops: operator by operator. regions (default): norms, activations and the like are recomputed in backward, no "
          "convolution is. plan: the fastest choice for --budget, convolutions, linear layers and attentions included")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")
       ->type_name("@FILE.pt");
+  add_patterns_option(app, o->patterns);
   many("--only", o->rewrite.only, "Use this pattern alone; repeatable", "NAME");
   many("--skip", o->rewrite.skip, "Do not use this pattern; repeatable", "NAME");
   many("--module", o->rewrite.module_globs, "Rewrite inside these modules only, such as 'layer3.*'; repeatable",

@@ -1,4 +1,4 @@
-#include "run_options.h"
+#include "cli/run_options.h"
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-#include "timeline.h"
+#include "cli/timeline.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -16,10 +16,10 @@
 #include <set>
 #include <sstream>
 
-#include "cli.h"
-#include "page.h"
+#include "cli/cli.h"
+#include "cli/page.h"
+#include "cli/run_options.h"
 #include "rewriter/error.h"
-#include "run_options.h"
 
 extern char** environ;
 

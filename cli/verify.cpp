@@ -4,13 +4,13 @@
 #include <cmath>
 #include <memory>
 
-#include "cli.h"
+#include "cli/cli.h"
+#include "cli/run_options.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/model_file.h"
 #include "rewriter/verify/verify.h"
-#include "run_options.h"
 
 namespace tsmem::cli {
 namespace {

@@ -3,19 +3,18 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 # The torch that the library was built for; the Python package compares it before it loads the library.
-file(STRINGS ${TSMEM_TORCH}/version.py _version REGEX "^__version__")
-string(REGEX REPLACE ".*'([^']+)'.*" "\\1" TSMEM_TORCH_VERSION "${_version}")
 file(WRITE ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/libtsmem_ops.torch "${TSMEM_TORCH_VERSION}\n")
 
-if(SKBUILD)  # site-packages/tsmem, beside torch and highspy
-  set(_bin bin)
-  set(_lib .)
-  set(_cmake share/cmake/tsmem)
+if(SKBUILD)  # site-packages/tsmem, beside torch and highspy; a folder for each torch that wheels were built for, which can be put together
+  set(_lib torch-${TSMEM_TORCH_MINOR})
+  set(_bin ${_lib}/bin)
+  set(_cmake ${_lib}/cmake)
   set(_include include)
-  set(_torch_from_lib "$ORIGIN/../torch/lib")
-  set(_highs_from_lib "$ORIGIN/../highspy")
-  set(_others_from_bin "$ORIGIN/../../torch/lib;$ORIGIN/../../highspy")
-  set(TSMEM_INSTALLED_TORCH "\${CMAKE_CURRENT_LIST_DIR}/../../../../torch")
+  set(_torch_from_lib "$ORIGIN/../../torch/lib")
+  set(_highs_from_lib "$ORIGIN/../../highspy")
+  set(_others_from_bin "$ORIGIN/../../../torch/lib;$ORIGIN/../../../highspy")
+  set(TSMEM_INSTALLED_TORCH "\${CMAKE_CURRENT_LIST_DIR}/../../../torch")
+  install(FILES ${PROJECT_SOURCE_DIR}/cmake/wheel/tsmemConfig.cmake DESTINATION share/cmake/tsmem)
 else()
   set(_bin ${CMAKE_INSTALL_BINDIR})
   set(_lib ${CMAKE_INSTALL_LIBDIR})

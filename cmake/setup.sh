@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
+#   cmake/setup.sh           .venv with the newest torch that tsmem is tested with, or that of TSMEM_TORCH
+#   cmake/setup.sh oldest    .venv-2.11 (or what the oldest is) with the oldest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build
@@ -28,12 +30,27 @@ else
   for tool in cmake ninja g++; do command -v "$tool" >/dev/null || die "'$tool' is missing; install what Debian calls: ${packages[*]}"; done
 fi
 
+# The versions of torch and torchvision, oldest and newest.
+mapfile -t versions < <(grep '^[0-9]' python/torch-versions.txt)
+read -r oldest oldest_vision <<<"${versions[0]}"
+read -r torch vision <<<"${versions[1]}"
+minor_of() { echo "$1" | cut -d. -f1,2; }
+venv=.venv
+case "${1:-newest}" in
+  newest) ;;
+  oldest) torch=$oldest vision=$oldest_vision venv=.venv-$(minor_of "$oldest") TSMEM_TORCH="" ;;
+  *) die "'$1' is neither 'newest' nor 'oldest'." ;;
+esac
+
 # Python. With TSMEM_TORCH the environment is made from the Python which that torch is installed for, and finds torch there.
 site=""
 if [ -n "${TSMEM_TORCH:-}" ]; then
   [ -f "$TSMEM_TORCH/lib/libtorch_cpu.so" ] || die "TSMEM_TORCH='$TSMEM_TORCH' has no lib/libtorch_cpu.so; it must name the torch folder in site-packages."
+  version=$(sed -n "s/^__version__ = '\([^']*\)'.*/\1/p" "$TSMEM_TORCH/version.py")
+  [ "$(printf '%s\n' "$(minor_of "$oldest")" "$(minor_of "$version")" "$(minor_of "$torch")" | sort -V | sed -n 2p)" = "$(minor_of "$version")" ] ||
+    die "TSMEM_TORCH='$TSMEM_TORCH' is torch $version; tsmem works with $(minor_of "$oldest") to $(minor_of "$torch"): install one of these."
   site=$(dirname "$(realpath "$TSMEM_TORCH")")
-  [ "$site" != "$(realpath -m .venv)/lib/$(basename "$(dirname "$site")")/site-packages" ] || site=""  # .venv's own
+  [ "$site" != "$(realpath -m "$venv")/lib/$(basename "$(dirname "$site")")/site-packages" ] || site=""  # .venv's own
 fi
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
@@ -52,30 +69,32 @@ else
   [ -n "$python" ] || die "a python3 of version 3.10 or later with its venv module is needed."
 fi
 
-state="torch from ${site:-PyPI}; requirements $(sha256sum python/requirements.txt | cut -d' ' -f1)"
-stamp=.venv/.tsmem-setup
+requirements=build/requirements-$(basename "$venv").txt
+stamp=$venv/.tsmem-setup
+pins() { cat python/requirements.txt; printf '%s\n' "$@"; }
+if [ -n "$site" ]; then state="torch from $site"; else state="torch from PyPI"; fi
+state="$state; requirements $(pins "torch==$torch" "torchvision==$vision" | sha256sum | cut -d' ' -f1)"
 if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
   # An environment whose torch came from elsewhere can't be changed into this one.
-  if [ -f $stamp ] && [ "$(sed 's/;.*//' $stamp)" != "${state%%;*}" ]; then rm -rf .venv; fi
-  [ -x .venv/bin/python ] || "$python" -m venv .venv || die "could not make .venv with $python."
-  packages_dir=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-  # `import tsmem` takes the package from python/, and the package finds the library in build/.
+  if [ -f $stamp ] && [ "$(sed 's/;.*//' $stamp)" != "${state%%;*}" ]; then rm -rf $venv; fi
+  [ -x $venv/bin/python ] || "$python" -m venv $venv || die "could not make $venv with $python."
+  packages_dir=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  # `import tsmem` takes the package from python/, and the package finds the library in build/ or build-2.11/.
   { realpath python; [ -z "$site" ] || echo "$site"; } >"$packages_dir/tsmem-build.pth"
   # What an installed package tells torch.compile: the backend's name.
   mkdir -p python/tsmem.egg-info
   printf 'Metadata-Version: 2.1\nName: tsmem\nVersion: 0\n' >python/tsmem.egg-info/PKG-INFO
   printf '[torch_dynamo_backends]\ntsmem = _tsmem_dynamo:backend\n' >python/tsmem.egg-info/entry_points.txt
-  echo "set-up: installing Python packages into .venv"
-  requirements=python/requirements.txt
-  if [ -n "$site" ]; then # that torch, whatever its version is
-    requirements=build/requirements.txt
-    grep -v '^torch==' python/requirements.txt >$requirements
+  echo "set-up: installing Python packages into $venv"
+  if [ -n "$site" ]; then # that torch, whatever its version is, and the torchvision that goes with it
     # As pip knows it: torch's own __version__ may have a suffix such as +cu130 that its package does not.
-    version=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) ||
+    version=$($venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) ||
       die "pip does not know the torch in '$site' as an installed package."
-    echo "torch==$version" >>$requirements
+    pins "torch==$version" torchvision >$requirements
+  else
+    pins "torch==$torch" "torchvision==$vision" >$requirements
   fi
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r $requirements ||
-    die "pip could not install $requirements into .venv."
+  $venv/bin/python -m pip install --quiet --disable-pip-version-check -r $requirements ||
+    die "pip could not install $requirements into $venv."
   echo "$state" >$stamp
 fi

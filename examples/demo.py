@@ -54,6 +54,14 @@ def main() -> None:
                  ((a.saved, b.saved, 2**20, 1), (a.peak, b.peak, 2**20, 1), (*times.seconds, 1, 2))]
         print(f"{setting:30}{cells[0]:>26}{cells[1]:>24}{cells[2]:>22}", flush=True)
         rows.append({"setting": setting, "saved_bytes": [a.saved, b.saved], "peak_bytes": [a.peak, b.peak], "step_seconds": times.seconds})
+    eager = [models.build("tv:resnet50").train() for _ in range(2)]
+    pair = [eager[0], torch.compile(eager[1], backend="tsmem", dynamic=False)]
+    inputs = (torch.randn(BATCH, 3, 224, 224),)
+    a, b = (allocator.memory(m, inputs) for m in pair)
+    ratio = allocator.times(pair, inputs, rounds=3).ratios[1]
+    print(f'\nEager ResNet-50, torch.compile(model, backend="tsmem"): {a.saved / 2**20:.1f} -> {b.saved / 2**20:.1f} MiB kept for backward ({b.saved / a.saved:.2f}), '
+          f"peak {b.peak / a.peak:.2f}, time {ratio:.2f} of eager's")
+    rows.append({"setting": "eager", "saved_bytes": [a.saved, b.saved], "peak_bytes": [a.peak, b.peak], "time_ratio": ratio})
     (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"\nIn {folder.relative_to(ROOT)}: {', '.join(sorted(p.name for p in folder.iterdir()))}")
 

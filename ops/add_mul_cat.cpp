@@ -1,6 +1,6 @@
 // Sums, products and concatenations that backward can make again.
 //
-// add and cat keep nothing, as stock's; a product keeps the factors that the other one's gradient needs, or what they
+// add and cat keep nothing, as PyTorch's; a product keeps the factors that the other one's gradient needs, or what they
 // are made from.
 
 #include <array>

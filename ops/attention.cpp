@@ -2,7 +2,7 @@
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
 // logarithm a row; with `recompute` neither of the latter. A product of matrices keeps its factors, or what they are
-// made from; softmax its output, or its input where that costs nothing. Everything else is stock's.
+// made from; softmax its output, or its input where that costs nothing. Everything else is PyTorch's.
 //
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.
@@ -20,7 +20,7 @@ using torch::autograd::variable_list;
 
 constexpr int64_t kFlash = 1;  // sdp::SDPBackend::flash_attention
 
-// What an attention that is made again found the last time. Its output is held for the op's own backward by the recipe.
+// What an attention that is recomputed found the last time. Its output is held for the op's own backward by the recipe.
 struct Again {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> out;
   Tensor logsumexp;
@@ -117,7 +117,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
                      at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) == kFlash);
   if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
-  const auto again = recompute > 0 && !hooks_active() ? std::make_shared<Again>() : nullptr;
+  const auto again =
+      RecomputeArgument::of(recompute).recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
   const Tensor out = Attention::apply(q, k, v, AttentionArgs{mask, is_causal, scale}, again);
   if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
@@ -172,8 +173,8 @@ struct Matmul : torch::autograd::Function<Matmul> {
     const Kept kept(ctx);
     const auto a_sizes = ctx->saved_data["a"].toIntVector(), b_sizes = ctx->saved_data["b"].toIntVector();
     std::vector<Tensor> g(2);
-    // A factor that is made again is copied here: its transpose's copy would be another operand, and some processors'
-    // products then round differently from stock's.
+    // A factor that is recomputed is copied here: its transpose's copy would be another operand, and some processors'
+    // products then round differently from PyTorch's.
     if (ctx->needs_input_grad(1)) {
       const Tensor a = copied_by_stock(kept[0], b_sizes.size() == 2);
       g[1] = b_sizes.size() == 2
@@ -229,7 +230,7 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
   if (!needs_grad(x) || !plain(x) || x.numel() == 0 || (dtype && *dtype != x.scalar_type()))
     return at::softmax(x, dim, dtype);
   // Its input in place of its output, where that costs nothing.
-  const bool again = recompute > 0 && costs_nothing(x);
+  const bool again = RecomputeArgument::of(recompute).recomputes() && costs_nothing(x);
   const Tensor out = Softmax::apply(x, dim, again);
   if (!again) keeps_itself(out);
   offer(

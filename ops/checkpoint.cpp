@@ -198,7 +198,7 @@ void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) 
   if (!r.view) return;
   TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
               "tsmem::checkpoint: the method ", call.method, " of ", call.self.type()->repr_str(),
-              " returns a view of another dtype, which can't be made again; rewrite the model without --checkpoint for "
+              " returns a view of another dtype, which can't be recomputed; rewrite the model without --checkpoint for "
               "this module");
   r.sizes = t.sizes().vec();
   r.strides = t.strides().vec();

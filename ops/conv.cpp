@@ -179,7 +179,7 @@ struct Conv : torch::autograd::Function<Conv> {
     if (!kept.made(0)) {
       g = run(kept[0], want);
     } else {
-      // An input that is made again is gone before its gradient is there.
+      // An input that is recomputed is gone before its gradient is there.
       g = {Tensor(), Tensor(), Tensor()};
       if (want[1] || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];

@@ -1,5 +1,5 @@
 // Copies in another order of the same elements, which backward can make again: contiguous, reshape, roll. They keep
-// nothing, as stock's. contiguous and reshape return views where stock's do.
+// nothing, as PyTorch's. contiguous and reshape return views where PyTorch's do.
 //
 // vmap refuses operators whose schema says so before it looks inside: they are registered for it by themselves.
 

@@ -1,7 +1,7 @@
 // Dropouts that keep no mask: backward draws the same noise again from a copy of the generator's state. Where packed
 // bits of the noise are smaller than the state (5 KB on the CPU), it keeps those.
 //
-// The noise is stock's: as many draws, in the same order, and the generator is left in the same state. Without
+// The noise is PyTorch's: as many draws, in the same order, and the generator is left in the same state. Without
 // training and on empty tensors the stock ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
 // either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
 //

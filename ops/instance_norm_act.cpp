@@ -11,7 +11,7 @@ using at::Tensor;
 
 OptTensor repeated(const OptTensor& t, int64_t times) { return t ? OptTensor(t->repeat(times)) : OptTensor(); }
 
-// input: [N, C, *]. Running statistics, where there are any, get the mean of the images' new ones, as stock's do.
+// input: [N, C, *]. Running statistics, where there are any, get the mean of the images' new ones, as PyTorch's do.
 Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const OptTensor& bias_,
                          const OptTensor& running_mean_, const OptTensor& running_var_, bool use_input_stats,
                          double momentum, double eps, bool cudnn_enabled, c10::string_view name,

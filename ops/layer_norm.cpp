@@ -1,5 +1,5 @@
 // layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
-// can be made again. Forward and backward are aten's native_layer_norm and native_group_norm.
+// can be recomputed. Forward and backward are aten's native_layer_norm and native_group_norm.
 
 #include "recompute.h"
 #include "registration.h"
@@ -66,7 +66,7 @@ struct Norm : torch::autograd::Function<Norm> {
     if (!x.defined()) x = shape_of(data["sizes"].toIntVector(), grads[0].strides(), grads[0].options());
     std::vector<Tensor> g;
     {
-      // Stock's second derivatives exist for some of these only: all are refused.
+      // PyTorch's second derivatives exist for some of these only: all are refused.
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {

@@ -1,5 +1,5 @@
 // linear, whose backward needs the input for the weight's gradient alone, and the weight for the input's alone: what is
-// not needed is not kept, and an input that can be made again (recompute.h) isn't either.
+// not needed is not kept, and an input that can be recomputed (recompute.h) isn't either.
 //
 // Forward is aten::linear on all rows at once. Backward as derivatives.yaml has it for aten::addmm: matrix products
 // over all leading dimensions.

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "torch_version.h"
+
 namespace tsmem {
 
 using at::Tensor;
@@ -26,10 +28,10 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;       // cheap recipes in a row
-  int dear_depth = 0;  // dear ones in a row
-  bool dear = false;   // made once in a pass of backward
-  bool view = false;   // of the only source
+  int depth = 1;            // cheap recipes in a row
+  int expensive_depth = 0;  // expensive ones in a row
+  bool expensive = false;   // made once in a pass of backward
+  bool view = false;        // of the only source
   Rows rows = Rows::all;
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
   c10::DimVector strides;             // the output's
@@ -37,7 +39,7 @@ struct Recipe {
   bool shared = false;                // made once for users that are near one another
   mutable std::mutex mutex;
   mutable std::vector<int64_t> users;  // of a shared one: the nodes that need it in backward, in forward's order
-  mutable Tensor made;  // until a dear one's own op has run its backward, or a shared one's last user nearby
+  mutable Tensor made;  // until an expensive one's own op has run its backward, or a shared one's last user nearby
 };
 
 bool hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
@@ -60,17 +62,17 @@ bool when_pass_ends(std::function<void()> f) {
 
 namespace {
 
-// What is made again is made as kernels are called: without autograd and autocast.
+// What is recomputed is made as kernels are called: without autograd and autocast.
 struct Below {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView dispatch;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
-// A chain of residual blocks is made again from its first one: its cost grows with the square of its length.
+// A chain of residual blocks is recomputed from its first one: its cost grows with the square of its length.
 constexpr int kLongestChain = 8;
-// Dear ones are made once each, but every user holds all that a chain starts from.
-constexpr int kLongestDearChain = 100;
+// Expensive ones are made once each, but every user holds all that a chain starts from.
+constexpr int kLongestExpensiveChain = 100;
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
 // Nodes between two users of a shared value: within a block of layers or two. Held any longer, it would be there at the
 // peak (a skip connection across a whole network).
@@ -78,7 +80,7 @@ constexpr int64_t kNear = 16;
 
 // What is known of a node's first output while the node lives.
 struct Known {
-  std::weak_ptr<Node> node;
+  WeakNodePtr node{NodePtr()};
   RecipePtr recipe;
   uint32_t version = 0;  // of the output when the recipe was offered
   bool kept = false;     // somebody keeps it for backward
@@ -105,14 +107,14 @@ class Table {
  public:
   // f(known) under the lock; makes the entry where it is missing.
   template <class F>
-  void update(const std::shared_ptr<Node>& node, F f) {
+  void update(const NodePtr& node, F f) {
     std::vector<Known> dropped;  // destroyed after the lock is given back: tensors and graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep(dropped);
     Known& known = entries_[node.get()];
     if (known.node.expired()) {
       dropped.push_back(std::exchange(known, Known()));
-      known.node = node;
+      known.node = WeakNodePtr(node);
     }
     f(known);
   }
@@ -222,11 +224,11 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
                   bool* own = nullptr) {
   std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
   bool hold = false;
-  if (recipe->dear || recipe->shared) {
+  if (recipe->expensive || recipe->shared) {
     lock.lock();  // never against the order of the graph: sources never wait for what is made from them
     if (own) *own = false;
     if (recipe->made.defined()) return recipe->made;
-    hold = recipe->dear || (level <= 1 && needed_soon(*recipe, user));
+    hold = recipe->expensive || (level <= 1 && needed_soon(*recipe, user));
   }
   std::vector<Tensor> operands;
   std::vector<bool> spare;
@@ -257,7 +259,7 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
 void drop_own_output() {
   const auto node = torch::autograd::get_current_node();
   const auto known = node ? table().find(node.get()) : std::nullopt;
-  if (!known || !known->recipe || !known->recipe->dear) return;
+  if (!known || !known->recipe || !known->recipe->expensive) return;
   std::lock_guard<std::mutex> guard(known->recipe->mutex);
   known->recipe->made = Tensor();
 }
@@ -267,7 +269,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const Tensor whole = owner(t);
   const auto known = known_of(whole);
   if (!known || !known->recipe || known->recipe->depth > kLongestChain ||
-      known->recipe->dear_depth > kLongestDearChain || whole._version() != known->version)
+      known->recipe->expensive_depth > kLongestExpensiveChain || whole._version() != known->version)
     return nullptr;
   // Backward runs each node on its forward's stream. What another stream made is kept itself, as by stock ops, whose
   // users order the streams and tell the allocator.
@@ -285,7 +287,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   auto view = std::make_shared<Recipe>();
   view->sources.push_back({known->recipe, std::nullopt});
   view->depth = known->recipe->depth;
-  view->dear_depth = known->recipe->dear_depth;
+  view->expensive_depth = known->recipe->expensive_depth;
   view->view = true;
   view->strides = c10::DimVector(t.strides());
   view->stream = known->recipe->stream;
@@ -318,11 +320,11 @@ thread_local std::shared_ptr<Journal*> journal;
 Journal* noting() { return journal && !(*journal)->closed ? *journal : nullptr; }
 
 // Notes a value that an op could offer; returns its index.
-int note(Journal* journal, const Tensor& output, const std::vector<Tensor>& operands, const Make& make,
-         int64_t recompute, double flops) {
-  Journal::Value v{recompute, static_cast<int64_t>(output.storage().nbytes()),
-                   flops,     0,
-                   {},        c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
+int note(Journal* journal, const Tensor& output, const std::vector<Tensor>& operands, const Make& make, int64_t site,
+         double flops) {
+  Journal::Value v{site,  static_cast<int64_t>(output.storage().nbytes()),
+                   flops, 0,
+                   {},    c10::weak_intrusive_ptr<c10::StorageImpl>(output.storage().getWeakStorageImpl())};
   for (const Tensor& t : operands)
     if (t.defined())
       if (const auto known = known_of(owner(t)); known && known->value >= 0) v.operands.push_back(known->value);
@@ -357,20 +359,23 @@ JournalGuard::~JournalGuard() {
   journal = std::move(outer_);
 }
 
-void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t recompute, Pieces pieces,
+void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t argument, Pieces pieces,
            double flops, Rows rows) {
+  const auto recompute = RecomputeArgument::of(argument);
   const auto& node = output.grad_fn();
-  if (recompute == 0 || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
+  if (recompute.how == Recompute::off || !node || output.output_nr() != 0 || bytes_of(output) < kSmall ||
+      hooks_active())
+    return;
   if (Journal* now = noting()) {
-    const int value = note(now, output, operands, make, recompute, flops);
+    const int value = note(now, output, operands, make, recompute.site, flops);
     table().update(node, [&](Known& k) { k.value = value; });
   }
-  if (recompute < 0) return;
+  if (!recompute.recomputes()) return;
   auto recipe = std::make_shared<Recipe>();
   recipe->make = std::move(make);
   recipe->pieces = pieces;
-  recipe->dear = flops > 0;
-  recipe->shared = !recipe->dear && recompute == 1;
+  recipe->expensive = flops > 0;
+  recipe->shared = !recipe->expensive && recompute.how == Recompute::shared;
   recipe->stream = stream_of(output);
   recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
@@ -388,12 +393,12 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       const bool kept = kept_anyway(t);
       if (!kept) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
-        if (!recipe->dear) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
-        recipe->dear_depth = std::max(recipe->dear_depth, s.recipe->dear_depth + recipe->dear);
+        if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+        recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
-        let_go(t);  // a weak pointer would keep its sources alive, and it won't be made again from them
+        let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
         if (pieces == Pieces::yes && !kept) held->sources.push_back(t);
       }
     }
@@ -432,7 +437,7 @@ static bool in_a_graph(const Tensor& leaf) {
 
 Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device) {
   // Autocast's cache would hold the casts of all parameters until forward ends, which pays for those alone that are
-  // used again: then a graph has them already. Without a graph nothing tells, and it is as stock's.
+  // used again: then a graph has them already. Without a graph nothing tells, and it is as PyTorch's.
   const bool recorded = at::GradMode::is_enabled() && t.defined() && t.requires_grad();
   const bool once = recorded && t.is_leaf() && at::autocast::is_eligible(t, device) && !in_a_graph(t);
   Tensor cast = once ? t.to(to) : at::autocast::cached_cast(to, t, device);
@@ -491,7 +496,7 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
 
 namespace {
 
-// The saved tensors of a node. Where all those that were changed in place are sources of what is made again, stock may
+// The saved tensors of a node. Where all those that were changed in place are sources of what is recomputed, stock may
 // have kept copies of none of them: its error, and ours.
 std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program& program) {
   try {
@@ -510,7 +515,7 @@ std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program&
     }
     if (itself || !source) throw;
     TORCH_CHECK(false, error.what_without_backtrace(),
-                "\ntsmem: a source of a recomputed tensor was changed in place: backward makes a tensor again from one "
+                "\ntsmem: a source of a recomputed tensor was changed in place: backward recomputes a tensor from one "
                 "that was written to after forward. Write to a copy of it (clone), or rewrite the model with '--level "
                 "ops'; see docs/troubleshooting.md");
   }
@@ -571,7 +576,7 @@ MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& f
   const Tensor* leaf = leaves + first.at(recipe.get());
   for (const Source& s : recipe->sources) {
     const bool nested =
-        s.recipe && s.recipe->rows == Rows::own && !s.recipe->dear && !s.recipe->view && !held(*s.recipe);
+        s.recipe && s.recipe->rows == Rows::own && !s.recipe->expensive && !s.recipe->view && !held(*s.recipe);
     spare.push_back(nested);
     if (nested) {
       sources.push_back(rows_of(s.recipe, leaves, first, user, rows));

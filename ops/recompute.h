@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common.h"
+#include "recompute_argument.h"
 
 namespace tsmem {
 
@@ -28,15 +29,13 @@ enum class Pieces { no, yes };
 // Offers to make `output`, the result of a recorded op, from `operands`, all that the op has read (undefined ones
 // included). Holds operands weakly: an offer whose operands have gone is void.
 //
-// recompute: the op's argument of that name. Positive: the offer stands; else the output is kept (negative: by the op
-// that could have offered it; at 0 an op may leave its work to stock's). 1: made once for users that follow one another
-// closely in backward; more: made anew by each. A planner tells the ops of a model apart by its magnitude (Journal).
+// recompute: the op's argument of that name (recompute_argument.h), which says whether the offer stands.
 //
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
 // they are held while the output lives, or until somebody keeps it.
 //
-// flops: not 0 for a dear op (a convolution). Its output is made once in a pass of backward, when it is first needed,
-// and held until the op's own backward.
+// flops: not 0 for an expensive op (a convolution). Its output is made once in a pass of backward, when it is first
+// needed, and held until the op's own backward.
 //
 // Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
 // operands of other sizes: make() takes any number of rows.
@@ -47,9 +46,9 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
 // What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
 struct Journal {
   struct Value {
-    int64_t recompute;  // the op's argument
+    int64_t site;  // of the op's argument `recompute`; -1: none
     int64_t bytes;
-    double flops;                                       // not 0: dear
+    double flops;                                       // not 0: expensive
     double seconds = 0;                                 // to make it, where `timed`
     std::vector<int> operands;                          // values, by index
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // alive while somebody holds the output
@@ -78,7 +77,7 @@ class __attribute__((visibility("default"))) JournalGuard {
   std::shared_ptr<Journal*> outer_;
 };
 
-// Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is made again, as they count
+// Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.
 bool hooks_active();
 
@@ -86,7 +85,7 @@ bool hooks_active();
 // dropped.
 bool when_pass_ends(std::function<void()> f);
 
-// Whether a node may keep t for nothing: others keep it, or it is made again from what others keep.
+// Whether a node may keep t for nothing: others keep it, or it is recomputed from what others keep.
 bool costs_nothing(const at::Tensor& t);
 
 // The op that made `output` keeps it for its own backward.
@@ -95,7 +94,7 @@ void keeps_itself(const at::Tensor& output);
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
-// Autocast's cast of an operand. That of a parameter is made again in backward, where stock keeps a second copy of all
+// Autocast's cast of an operand. That of a parameter is recomputed in backward, where stock keeps a second copy of all
 // weights.
 at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device);
 
@@ -105,7 +104,7 @@ at::Tensor multiply_again(std::vector<at::Tensor>& operands, const std::vector<b
 // What a node keeps, in forward: add() the tensors in order, then save().
 class Keeper {
  public:
-  // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never made again (masks, statistics).
+  // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
   void save(torch::autograd::AutogradContext* ctx);
 
@@ -122,7 +121,7 @@ class Kept {
   ~Kept();
   Kept(const Kept&) = delete;
   Kept& operator=(const Kept&) = delete;
-  // Tensor number `slot` of those added; undefined where that was. One that is made again is made at every call, unless
+  // Tensor number `slot` of those added; undefined where that was. One that is recomputed is made at every call, unless
   // it is held for others.
   at::Tensor operator[](size_t slot) const;
   // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,

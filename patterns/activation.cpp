@@ -2,7 +2,7 @@
 
 namespace tsmem {
 
-// z = act(x): piecewise linear activations keep 1 bit an element; smooth ones one tensor, also where stock's in-place
+// z = act(x): piecewise linear activations keep 1 bit an element; smooth ones one tensor, also where PyTorch's in-place
 // form keeps two.
 Pattern activation() {
   std::set<std::string> activations = activations_that_save(ActSaves::bit);

@@ -2,8 +2,8 @@
 
 namespace tsmem {
 
-// z = a + b, z = a * b: z is made again where a and b are kept or made again themselves.
-static const std::set<std::string> kMadeAgain = {"batch_norm", "act",        "mul",           "add",        "dropout",
+// z = a + b, z = a * b: z is recomputed where a and b are kept or recomputed themselves.
+static const std::set<std::string> kRecomputed = {"batch_norm", "act",        "mul",           "add",        "dropout",
                                                  "layer_norm", "group_norm", "instance_norm", "max_pool2d", "cat",
                                                  "permute",    "softmax",    "matmul",        "roll",       "transpose",
                                                  "view",       "reshape",    "linear",        "contiguous"};
@@ -14,7 +14,7 @@ Pattern add() {
           .keeps = "before: z, where its user keeps it; after: what a and b are made from",
           .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
           .for_regions = true,
-          .rules = {{.match = "%z = add(%a, %b)", .rewrite = "%z = tsmem::add(%a, %b, 1)", .fed_by = kMadeAgain}}};
+          .rules = {{.match = "%z = add(%a, %b)", .rewrite = "%z = tsmem::add(%a, %b, 1)", .fed_by = kRecomputed}}};
 }
 
 Pattern mul() {
@@ -23,7 +23,7 @@ Pattern mul() {
           .keeps = "before: a, b, and z, where its user keeps it; after: what a and b are made from",
           .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
           .for_regions = true,
-          .rules = {{.match = "%z = mul(%a, %b)", .rewrite = "%z = tsmem::mul(%a, %b)", .fed_by = kMadeAgain}}};
+          .rules = {{.match = "%z = mul(%a, %b)", .rewrite = "%z = tsmem::mul(%a, %b)", .fed_by = kRecomputed}}};
 }
 
 }  // namespace tsmem

@@ -3,7 +3,7 @@
 
 namespace tsmem {
 
-// z = layer_norm(x), group_norm(x): z is made again from x and two statistics a row.
+// z = layer_norm(x), group_norm(x): z is recomputed from x and two statistics a row.
 Pattern layer_norm() {
   return {.name = "layer-norm",
           .algebra = "z = layer_norm(x) or group_norm(x)",

@@ -3,7 +3,7 @@
 
 namespace tsmem {
 
-// y = linear(x): its backward needs x for the weight's gradient; where x can be made again, it isn't kept.
+// y = linear(x): its backward needs x for the weight's gradient; where x can be recomputed, it isn't kept.
 Pattern linear() {
   return {
       .name = "linear",

@@ -1,41 +1,10 @@
-// What a pattern is: plain data, one file a pattern, and the ordered list of all of them.
-//
-// `match` is IR over canonical operators, one a line, the last line the one that the search starts from:
-//     %n = batch_norm(%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn)
-//     %z = act(%n)
-// Every spelling of an operator has one canonical form there (rewriter/canonical.h): `act` is any activation, in place
-// or not; `add` and `mul` match their operands in either order; other names are aten's, matched with all their
-// arguments in order. `rewrite` is IR too, each line put where the line of `match` with the same first output stood.
-// ACT stands for the matched activation's name and arguments, DRAWS for what rewriter/autodiff.h says; constants and
-// lists of constants are written as they are.
+// The built-in patterns, one file a pattern. What a pattern is: tsmem/pattern.h.
 #pragma once
-#include <set>
-#include <string>
 #include <vector>
 
+#include "tsmem/pattern.h"
+
 namespace tsmem {
-
-struct Rule {
-  std::string match, rewrite;
-  std::set<std::string> shared = {};  // inner values that may have other users, because `rewrite` defines them too
-  std::string sizes = {};  // "%c = tsmem::op(…) -> int[]": the sizes of an inner value whose users only ask for these
-  std::set<std::string> activations =
-      {};  // which activations `act` stands for; empty: any. "in-place": any that overwrites its input
-  std::set<std::string> intact =
-      {};  // inputs that the op keeps and what it replaces does not: nothing may write to them later
-  std::set<std::string> fed_by =
-      {};  // one of the inputs must come from one of these operators or from a branch, else nothing is gained
-};
-
-struct Pattern {
-  std::string name;          // its file's, --only's, and the report's
-  std::string algebra;       // one line: what is computed
-  std::string keeps;         // saved tensors, before and after
-  std::string conditions;    // when it is legal and worth it, in words
-  bool by_default = true;    // false: used only when --only names it
-  bool for_regions = false;  // used at --level regions only: alone it saves nothing
-  std::vector<Rule> rules;
-};
 
 // In the order in which they are tried: the first that matches a node takes it.
 const std::vector<Pattern>& all_patterns();

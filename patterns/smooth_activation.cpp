@@ -2,7 +2,7 @@
 
 namespace tsmem {
 
-// z = act(x), smooth: z is made again from x.
+// z = act(x), smooth: z is recomputed from x.
 Pattern smooth_activation() {
   return {.name = "smooth-activation",
           .algebra = "z = act(x), smooth",

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "ops/traits.h"
+#include "rewriter/pattern_lines.h"
 #include "rewriter/unused_norms.h"
 
 namespace tsmem {
@@ -118,7 +119,9 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
   return choice;
 }
 
+// Whether an operator of this library has an argument that the rewriter gives.
 static bool takes(const std::string& op, const std::string& argument) {
+  if (!op.starts_with("tsmem::")) return false;
   for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
     for (const auto& a : o->schema().arguments())
       if (a.name() == argument) return true;
@@ -139,29 +142,37 @@ void remove_unused(Node* n) {
   for (Node* s : distinct) remove_unused(s);
 }
 
-Value* literal(Graph& g, const std::string& text) {
-  if (text == "None") return g.insertConstant(IValue());
-  if (text == "true" || text == "false") return g.insertConstant(text == "true");
-  if (text.front() == '"') return g.insertConstant(text.substr(1, text.size() - 2));
-  if (text.front() == '[') {
-    std::vector<int64_t> numbers;
-    std::string number;
-    for (char c : text) {
-      if (c == '-' || isdigit(c))
-        number += c;
-      else if (!number.empty()) {
-        numbers.push_back(std::stoll(number));
-        number.clear();
-      }
-    }
-    return g.insertConstant(numbers);
+// A list without elements is a node: saved code gives it its element type only there.
+Value* constant(Graph& g, const IValue& value, const TypePtr& type) {
+  if (value.isList() && value.toListRef().empty())
+    return g.insertNode(g.createList(type->containedType(0), {}))->output();
+  return g.insertConstant(value);
+}
+
+// Adds the defaults of arguments that a line leaves out, as the first overload has them that takes what it gives.
+void add_defaults(Graph& g, const std::string& op, std::vector<Value*>& arguments) {
+  const size_t given = arguments.size();
+  const auto takes_given = [&](const std::vector<c10::Argument>& formals) {
+    bool takes = formals.size() >= given;
+    for (size_t i = 0; i < given && takes; ++i) takes = arguments[i]->type()->isSubtypeOf(*formals[i].type());
+    for (size_t i = given; i < formals.size() && takes; ++i) takes = formals[i].default_value().has_value();
+    return takes;
+  };
+  const auto overloads = getAllOperatorsFor(Symbol::fromQualString(op));
+  for (const auto& o : overloads)
+    if (o->schema().arguments().size() == given && takes_given(o->schema().arguments())) return;
+  for (const auto& o : overloads) {
+    const auto& formals = o->schema().arguments();
+    if (!takes_given(formals)) continue;
+    for (size_t i = given; i < formals.size(); ++i)
+      arguments.push_back(constant(g, *formals[i].default_value(), formals[i].type()));
+    return;
   }
-  return g.insertConstant(static_cast<int64_t>(std::stoll(text)));
 }
 
 // Puts one line's op before `at`.
 Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f,
-               const RecomputeArgument& recompute) {
+               const RecomputeValue& recompute) {
   WithInsertPoint here(at);
   std::vector<Value*> arguments;
   for (const std::string& a : line.arguments) {
@@ -174,7 +185,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
     } else if (a == "DRAWS") {
       arguments.push_back(g.insertConstant(f.draws));
     } else {
-      arguments.push_back(a[0] == '%' ? values.at(a.substr(1)) : literal(g, a));
+      arguments.push_back(is_value(a) ? values.at(a.substr(1)) : g.insertConstant(*literal_value(a)));
     }
   }
   if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op, f));
@@ -183,6 +194,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   // Without that list the overload is called that counts as having an effect, and which nobody removes.
   if (takes(line.op, "draw") && !f.draws_for_others)
     arguments.push_back(g.insertNode(g.createList(IntType::get(), {}))->output());
+  add_defaults(g, line.op, arguments);
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
   if (!n->maybeSchema())
@@ -206,13 +218,13 @@ void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
   }
 }
 
-void put(Graph& g, const View& copy, const Found& f, const RecomputeArgument& recompute) {
+void put(Graph& g, const View& copy, const Found& f, const RecomputeValue& recompute) {
   std::vector<Node*> nodes;
   for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
   std::map<std::string, Value*> values;
   for (const auto& [name, o] : f.values)
     values[name] = o.output ? nodes[o.node]->output(o.index) : nodes[o.node]->input(o.index);
-  const std::vector<Line> match = parse_lines(f.rule->match), rewrite = parse_lines(f.rule->rewrite);
+  const std::vector<Line> match = parse_lines(f.rule->match), rewrite = rewrite_lines(f.rule->rewrite);
   std::map<std::string, Value*> made;
   for (const Line& line : rewrite) {
     size_t at = 0;
@@ -280,7 +292,7 @@ static std::vector<Node*> strangers(const View& copy, const std::vector<const Fo
   std::vector<Node*> users;
   for (const Found* f : matches) {
     std::set<std::string> made;
-    for (const Line& line : parse_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
+    for (const Line& line : rewrite_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
     std::vector<Node*> nodes;
     for (const Place& p : f->nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
     std::set<const Value*> replaced;
@@ -310,7 +322,7 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
 }
 
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                  const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute) {
+                                  const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
   const auto inlines = [&](const Scope* s) {

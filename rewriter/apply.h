@@ -8,7 +8,7 @@
 namespace tsmem {
 
 // The `recompute` argument of an op of ours that is put into a graph, at its insert point.
-using RecomputeArgument = std::function<Value*(Graph&, const std::string& op, const Found&)>;
+using RecomputeValue = std::function<Value*(Graph&, const std::string& op, const Found&)>;
 
 // Whether an op of ours ("tsmem::add") can offer its output to be recomputed: it has an argument `recompute`. An
 // expensive one (ops/traits.h) is only recomputed where a plan says so.
@@ -42,6 +42,6 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
 // pattern). Null where code that the view shows to be dead can't be told from what runs, as calls lie around it: with
 // all of them inlined it can. The places of what the matches put in are not in the result.
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
-                                  const std::unordered_set<const Scope*>& dead, const RecomputeArgument& recompute);
+                                  const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute);
 
 }  // namespace tsmem

@@ -1,4 +1,4 @@
-#include "archive.h"
+#include "rewriter/archive.h"
 
 #include <sys/stat.h>
 
@@ -9,8 +9,8 @@
 #include <fstream>
 #include <set>
 
-#include "crc32.h"
-#include "error.h"
+#include "rewriter/crc32.h"
+#include "rewriter/error.h"
 
 namespace tsmem {
 namespace {

@@ -19,18 +19,12 @@ std::optional<double> number(const Value* v) {
   return c->toScalar().toDouble();
 }
 
-struct Activation {
-  const char* act;            // canonical name
-  std::vector<double> fixed;  // arguments that the spelling implies
-  size_t from_inputs = 0;     // else: that many, from input 1 on
-};
-
 // Spellings of activations, without the trailing underscore of in-place ones: PyTorch's operators in the order of our
 // arguments (ops/act_table.h), and what is short for one. clamp, clamp_min and clip are not among them: their gradient
 // at the border is 1, that of relu and hardtanh 0 (derivatives.yaml).
-const std::unordered_map<std::string, Activation>& activations() {
+const std::unordered_map<std::string, KnownActivation>& activations() {
   static const auto table = [] {
-    std::unordered_map<std::string, Activation> spellings = {
+    std::unordered_map<std::string, KnownActivation> spellings = {
         {"relu6", {"hardtanh", {0, 6}}},
         {"selu", {"elu", {1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1}}},
     };
@@ -66,7 +60,7 @@ void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
       op.trouble = "alpha of celu is not a constant";
     return;
   }
-  const Activation& a = activations().at(base);
+  const KnownActivation& a = activations().at(base);
   op.act = a.act;
   op.act_args = a.fixed;
   for (size_t i = 1; i <= a.from_inputs; ++i) {
@@ -90,9 +84,26 @@ bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get(
 
 }  // namespace
 
+std::optional<KnownActivation> known_activation(const std::string& name) {
+  if (name == "gelu" || name == "gelu_tanh") return KnownActivation{name, {}, 0};
+  const auto found = activations().find(name);
+  if (found == activations().end()) return std::nullopt;
+  return found->second;
+}
+
+// An operator of another library, with a schema: its qualified name.
+static CanonicalOp of_another_library(Node* n) {
+  CanonicalOp op;
+  if (n->kind().is_prim() || n->kind().ns().toUnqualString() == std::string("tsmem") || !n->maybeSchema()) return op;
+  op.name = n->kind().toQualString();
+  op.inputs = n->inputs().vec();
+  return op;
+}
+
 CanonicalOp canonical(Node* n) {
   CanonicalOp op;
-  if (!n->kind().is_aten() || n->outputs().empty()) return op;
+  if (n->outputs().empty()) return op;
+  if (!n->kind().is_aten()) return of_another_library(n);
   std::string base = n->kind().toUnqualString();
   // add_, relu_: one trailing underscore. __and__ and the like have two.
   if (base.size() > 1 && base.back() == '_' && base[base.size() - 2] != '_') {
@@ -105,8 +116,10 @@ CanonicalOp canonical(Node* n) {
     return op;
   }
   if (base == "add" || base == "mul") {
-    if (n->inputs().size() < 2 || !is_tensor(n->input(0)) || !is_tensor(n->input(1))) return {};
-    op.name = base;
+    if (n->inputs().size() < 2 || !is_tensor(n->input(0))) return {};
+    const bool by_number = n->input(1)->type()->isSubtypeOf(*NumberType::get());
+    if (!by_number && !is_tensor(n->input(1))) return {};
+    op.name = by_number ? base + "_number" : base;
     op.inputs = {n->input(0), n->input(1)};
     if (base == "add" && n->inputs().size() > 2 && number(n->input(2)) != 1.0)
       op.trouble = "the addition has a factor (alpha)";

@@ -1,4 +1,4 @@
-#include "check_file.h"
+#include "rewriter/check_file.h"
 
 #include <caffe2/serialize/inline_container.h>
 
@@ -6,12 +6,12 @@
 #include <memory>
 #include <unordered_set>
 
-#include "added_names.h"
-#include "crc32.h"
-#include "error.h"
-#include "inputs.h"
-#include "nesting.h"
-#include "pickle.h"
+#include "rewriter/added_names.h"
+#include "rewriter/crc32.h"
+#include "rewriter/error.h"
+#include "rewriter/inputs.h"
+#include "rewriter/nesting.h"
+#include "rewriter/pickle.h"
 
 namespace tsmem {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "archive.h"
+#include "rewriter/archive.h"
 
 namespace tsmem {
 

@@ -1,10 +1,10 @@
-#include "error.h"
+#include "rewriter/error.h"
 
 #include <c10/util/Exception.h>
 
 #include <new>
 
-#include "text.h"
+#include "rewriter/text.h"
 
 namespace tsmem {
 namespace {

@@ -3,52 +3,15 @@
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/constants.h>
 
-#include <sstream>
 #include <unordered_set>
 
 #include "rewriter/apply.h"
 #include "rewriter/graph/exported_graph.h"
-#include "rewriter/text.h"
+#include "rewriter/pattern_lines.h"
 
 namespace tsmem {
 
 using namespace torch::jit;
-
-static std::vector<std::string> split_arguments(const std::string& s) {
-  std::vector<std::string> parts;
-  std::string part;
-  int depth = 0;
-  for (char c : s) {
-    if (c == '[') ++depth;
-    if (c == ']') --depth;
-    if (c == ',' && depth == 0) {
-      parts.emplace_back(strip(part));
-      part.clear();
-    } else {
-      part += c;
-    }
-  }
-  if (!strip(part).empty()) parts.emplace_back(strip(part));
-  return parts;
-}
-
-std::vector<Line> parse_lines(const std::string& ir) {
-  std::vector<Line> lines;
-  std::istringstream in(ir);
-  for (std::string text; std::getline(in, text);) {
-    text = std::string(strip(text));
-    if (text.empty()) continue;
-    const size_t equals = text.find('='), open = text.find('(', equals), close = text.rfind(')');
-    TORCH_INTERNAL_ASSERT(equals != std::string::npos && open != std::string::npos && close != std::string::npos,
-                          "bad pattern line: ", text);
-    Line line;
-    for (const std::string& name : split_arguments(text.substr(0, equals))) line.outputs.push_back(name.substr(1));
-    line.op = strip(text.substr(equals + 1, open - equals - 1));
-    line.arguments = split_arguments(text.substr(open + 1, close - open - 1));
-    lines.push_back(std::move(line));
-  }
-  return lines;
-}
 
 const Scope* common_scope(const Scope* a, const Scope* b) {
   std::unordered_set<const Scope*> up;
@@ -84,7 +47,7 @@ class Matcher {
       : view_(view), attributes_(attributes) {
     for (const Pattern* p : patterns)
       for (const Rule& r : p->rules) {
-        CompiledRule c{p, &r, parse_lines(r.match), {}};
+        CompiledRule c{p, &r, canonical_lines(r.match), {}};
         for (size_t i = 0; i < c.lines.size(); ++i)
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
@@ -166,12 +129,42 @@ class Matcher {
     return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
   }
 
+  // Whether a constant has a literal's value. Numbers are compared as numbers, whatever their type.
+  static bool is_constant(Value* v, const c10::IValue& wanted) {
+    std::optional<c10::IValue> c = toIValue(v);
+    if (!c && v->node()->kind() == prim::ListConstruct && wanted.isList()) {
+      const auto elements = wanted.toListRef();
+      if (elements.size() != v->node()->inputs().size()) return false;
+      for (size_t i = 0; i < elements.size(); ++i)
+        if (!is_constant(v->node()->input(i), elements[i])) return false;
+      return true;
+    }
+    if (!c) return false;
+    if (c->isList() && wanted.isList()) {
+      const auto x = c->toListRef(), y = wanted.toListRef();
+      return std::equal(x.begin(), x.end(), y.begin(), y.end(), same_value);
+    }
+    return same_value(*c, wanted);
+  }
+  static bool same_value(const c10::IValue& x, const c10::IValue& y) {
+    const auto is_number = [](const c10::IValue& v) { return v.isInt() || v.isDouble(); };
+    if (is_number(x) && is_number(y)) return x.toScalar().toDouble() == y.toScalar().toDouble();
+    if (x.isBool() || y.isBool()) return x.isBool() && y.isBool() && x.toBool() == y.toBool();
+    if (x.isString() && y.isString()) return x.toStringRef() == y.toStringRef();
+    return x.isNone() && y.isNone();
+  }
+
+  // Whether an activation is the one that the line names.
+  static bool is_act(const CanonicalOp& op, const Line& line) {
+    return !line.act || (op.act == line.act->act && (!line.act->args || *line.act->args == op.act_args));
+  }
+
   // Binds line `i` to `n` and what leads to it. False: not this pattern.
   bool bind(const CompiledRule& rule, size_t i, Node* n, Attempt& a, bool swap) {
     auto op = ops_.find(n);
     const Line& line = rule.lines[i];
     if (op == ops_.end() || op->second.name != line.op || n->outputs().size() < line.outputs.size()) return false;
-    if (op->second.inputs.size() != line.arguments.size()) return false;
+    if (op->second.inputs.size() != line.arguments.size() || !is_act(op->second, line)) return false;
     a.nodes[i] = n;
     a.ops[i] = op->second;
     if (swap) std::swap(a.ops[i].inputs[0], a.ops[i].inputs[1]);
@@ -179,14 +172,8 @@ class Matcher {
     for (size_t k = 0; k < line.arguments.size(); ++k) {
       const std::string& argument = line.arguments[k];
       Value* v = a.ops[i].inputs[k];
-      if (argument[0] != '%') {
-        auto c = toIValue(v);
-        if (!c || fmt::format("{}", [&] {
-                    std::ostringstream s;
-                    s << *c;
-                    return s.str();
-                  }()) != argument)
-          return false;
+      if (!is_value(argument)) {
+        if (!is_constant(v, *literal_value(argument))) return false;
         continue;
       }
       const std::string name = argument.substr(1);
@@ -215,10 +202,9 @@ class Matcher {
 
   bool bind_either(const CompiledRule& rule, size_t i, Node* n, Attempt& a) {
     Attempt before = a;
-    const std::string& op = rule.lines[i].op;
-    const bool commutes = op == "add" || op == "mul";
-    if (bind(rule, i, n, a, commutes && swapped_first_)) return true;
-    if (!commutes) return false;
+    const bool swaps = commutes(rule.lines[i].op);
+    if (bind(rule, i, n, a, swaps && swapped_first_)) return true;
+    if (!swaps) return false;
     a = std::move(before);
     return bind(rule, i, n, a, !swapped_first_);
   }
@@ -348,7 +334,7 @@ class Matcher {
 
   // Why an op of the rewrite takes none of the bound values in some place: padding="same" where a list belongs.
   static std::string takes_none(const CompiledRule& rule, const Attempt& a) {
-    for (const Line& line : parse_lines(rule.rule->rewrite)) {
+    for (const Line& line : rewrite_lines(rule.rule->rewrite)) {
       std::string reason;
       for (const auto& op : torch::jit::getAllOperatorsFor(Symbol::fromQualString(line.op))) {
         reason.clear();
@@ -412,7 +398,7 @@ class Matcher {
     }
   }
 
-  // An op that offers its output to be made again makes its users keep what it has read, which the original's need not:
+  // An op that offers its output to be recomputed makes its users keep what it has read, which the original's need not:
   // a tensor that is written to later must not be among that. (Norms write to their statistics, and make nothing from
   // them that training needs.)
   void mark_overwritten() {
@@ -423,7 +409,7 @@ class Matcher {
       const Attempt& a = accepted_[i];
       bool offers = false;
       std::set<Value*> read;
-      for (const Line& line : parse_lines(result_.found[i].rule->rewrite)) {
+      for (const Line& line : rewrite_lines(result_.found[i].rule->rewrite)) {
         offers |= offers_recompute(line.op) != Offers::nothing;
         for (const std::string& argument : line.arguments)
           if (auto it = a.bound.find(argument.substr(argument[0] == '%')); it != a.bound.end()) read.insert(it->second);

@@ -30,7 +30,7 @@ struct Found {
   int64_t in_place = 0;             // of a matched sum or product, with operands as matched: InPlace of ops/common.h
   bool act_in_place = false;        // the matched activation overwrites its input
   bool draws_for_others = false;    // a dropout that overwrites what others use too: it is there to stay
-  bool overwritten = false;         // what it reads may be written to later: its output can't be made again from that
+  bool overwritten = false;         // what it reads may be written to later: its output can't be recomputed from that
 };
 
 struct NearMiss {
@@ -52,14 +52,6 @@ struct Attributes {
 };
 
 MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes);
-
-// One line of a rule: "%a, %b = name(%x, 1, "text", ACT, [0, 0])".
-struct Line {
-  std::vector<std::string> outputs;  // without %
-  std::string op;
-  std::vector<std::string> arguments;  // "%x" or a literal
-};
-std::vector<Line> parse_lines(const std::string& ir);
 
 // The innermost scope that holds both.
 const Scope* common_scope(const Scope* a, const Scope* b);

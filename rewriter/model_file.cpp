@@ -1,4 +1,4 @@
-#include "model_file.h"
+#include "rewriter/model_file.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -17,11 +17,11 @@
 #include <random>
 #include <set>
 
-#include "archive.h"
-#include "check_file.h"
-#include "error.h"
-#include "graph/exported_program.h"
-#include "op_library.h"
+#include "rewriter/archive.h"
+#include "rewriter/check_file.h"
+#include "rewriter/error.h"
+#include "rewriter/graph/exported_program.h"
+#include "rewriter/op_library.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;
@@ -226,10 +226,6 @@ class NewFile {
   uint64_t written_ = 0;
   bool done_ = false;
 };
-
-}  // namespace
-
-namespace {
 
 c10::Device device_named(const std::string& device) {
   try {

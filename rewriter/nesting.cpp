@@ -1,4 +1,4 @@
-#include "nesting.h"
+#include "rewriter/nesting.h"
 
 #include <cctype>
 #include <vector>

@@ -1,11 +1,11 @@
-#include "op_library.h"
+#include "rewriter/op_library.h"
 
 #include <ATen/Version.h>
 #include <dlfcn.h>
 
 #include <filesystem>
 
-#include "error.h"
+#include "rewriter/error.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;

@@ -1,4 +1,4 @@
-#include "pickle.h"
+#include "rewriter/pickle.h"
 
 #include <c10/core/QScheme.h>
 #include <c10/core/ScalarType.h>

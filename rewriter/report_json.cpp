@@ -95,11 +95,14 @@ json to_json(const PlanFront& front) {
 }
 
 json about_json(const RewriteOptions& o, const RewriteReport& report, const ChosenPlan* plan) {
+  std::vector<std::string> own;
+  for (const Pattern& p : o.patterns) own.push_back(p.name);
   json about = {{"tool", "tsmem"},
                 {"version", TSMEM_VERSION},
                 {"torch", TORCH_VERSION},
                 {"options",
                  {{"level", name_of(o.level)},
+                  {"patterns", own},
                   {"only", o.only},
                   {"skip", o.skip},
                   {"module", o.module_globs},

@@ -7,6 +7,8 @@
 
 #include <unordered_set>
 
+#include "ops/recompute_argument.h"
+#include "patterns/pattern.h"
 #include "rewriter/added_names.h"
 #include "rewriter/apply.h"
 #include "rewriter/autodiff.h"
@@ -14,7 +16,9 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
+#include "rewriter/pattern_lines.h"
 #include "rewriter/text.h"
+#include "rewriter/unused_norms.h"
 
 namespace tsmem {
 
@@ -24,9 +28,18 @@ using namespace added_names;
 
 namespace {
 
+// The user's own patterns go before the built-in ones.
+std::vector<const Pattern*> known_patterns(const RewriteOptions& o) {
+  std::vector<const Pattern*> known;
+  for (const auto* list : {&o.patterns, &all_patterns()})
+    for (const Pattern& p : *list) known.push_back(&p);
+  return known;
+}
+
 std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
+  const auto known = known_patterns(o);
   std::vector<std::string> names;
-  for (const Pattern& p : all_patterns()) names.push_back(p.name);
+  for (const Pattern* p : known) names.push_back(p->name);
   for (const auto* list : {&o.only, &o.skip})
     for (const std::string& name : *list)
       if (std::find(names.begin(), names.end(), name) == names.end()) {
@@ -35,11 +48,11 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
                                                     near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
       }
   std::vector<const Pattern*> chosen;
-  for (const Pattern& p : all_patterns()) {
-    const bool named = std::find(o.only.begin(), o.only.end(), p.name) != o.only.end();
-    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p.name) != o.skip.end();
-    if (!skipped && (o.only.empty() ? p.by_default && (o.level != Level::ops || !p.for_regions) : named))
-      chosen.push_back(&p);
+  for (const Pattern* p : known) {
+    const bool named = std::find(o.only.begin(), o.only.end(), p->name) != o.only.end();
+    const bool skipped = std::find(o.skip.begin(), o.skip.end(), p->name) != o.skip.end();
+    if (!skipped && (o.only.empty() ? p->by_default && (o.level != Level::ops || !p->for_regions) : named))
+      chosen.push_back(p);
   }
   return chosen;
 }
@@ -110,9 +123,11 @@ struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
+  std::unordered_set<const Scope*> around_unused;                // calls and branches around norms that nothing uses
   std::unordered_set<const Scope*> used;                         // with --checkpoint: used_calls()
   std::map<const Scope*, std::string> overwritten;               // with --checkpoint: overwritten_arguments()
-  std::unordered_set<const Scope*> inlined;                      // around checkpointed modules' calls that are not used
+  std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
+  std::unordered_set<const Scope*> inlined;                      // around these calls
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
@@ -268,11 +283,15 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   // Nothing is matched across the border of a module that runs again as a whole.
   View view = copy_graph(graph, scopes, [&](const Scope* s) {
     if (!s->of_module || !is_checkpointed(selection.checkpointed, c, s->path)) return true;
-    if (!result.used.count(s)) add_with_parents(s->parent, result.inlined);
-    return !result.used.count(s);
+    if (result.used.count(s)) return false;
+    add_with_parents(s->parent, result.inlined);
+    result.not_used.insert(s->path);
+    return true;
   });
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
+  for (const Node* n : view.unused)
+    if (updates_statistics(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);
   if (selection.options.runs_eagerly) return result;
   const auto differentiated = differentiated_dropouts(view);
@@ -335,18 +354,18 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
 
 // Makes the values of the ops' argument `recompute` for one class. At Level::plan each op has an attribute of its own,
 // which is given to all instances and noted in `sites`.
-RecomputeArgument recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
-                                     std::vector<Site>& sites) {
+RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
+                                  std::vector<Site>& sites) {
   return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
     const bool expensive = offers_recompute(op) == Offers::expensive;
-    if (found.overwritten) return g.insertConstant(0);
-    const int64_t again = level != Level::ops && !expensive;
-    if (level != Level::plan) return g.insertConstant(again);
+    const bool again = level != Level::ops && !expensive;
+    if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
+    if (level != Level::plan) return g.insertConstant(argument_of(again ? Recompute::shared : Recompute::off));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;
     for (const std::string& path : c.paths)
       if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
-        m.register_attribute(name, IntType::get(), again ? kEachTime : kKept);
+        m.register_attribute(name, IntType::get(), argument_of(again ? Recompute::each_time : Recompute::keep));
         sites.push_back({path, name, op, expensive});
       }
     return g.insertGetAttr(g.inputs()[0], name);
@@ -361,7 +380,7 @@ struct Applied {
 };
 
 Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
-                 const RecomputeArgument& recompute) {
+                 const RecomputeValue& recompute) {
   Applied a;
   for (const bool inline_all : {false, true}) {
     if (inline_all)
@@ -369,6 +388,12 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
                               matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
+    // What keeps such a norm stands right behind it (keep_unused_norms).
+    if (!result.around_unused.empty()) {
+      result.inlined.merge(std::unordered_set(result.around_unused));
+      a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
+                                matches_of(results));
+    }
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
   }
@@ -422,7 +447,7 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
     for (const Found& found : result.found)
-      for (const Line& line : parse_lines(found.rule->rewrite))
+      for (const Line& line : rewrite_lines(found.rule->rewrite))
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) nodes.insert(p.node);
   return nodes;
@@ -444,11 +469,43 @@ Match match_of(const Found& found, const std::string& path, const std::string& m
   for (const Place& p : found.nodes) inner = common_path(inner, module_path(p.node));
   Match m{found.pattern->name, join_path(path, inner), method, {}, false, ""};
   for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
-  for (const Line& line : parse_lines(found.rule->rewrite)) {
+  for (const Line& line : rewrite_lines(found.rule->rewrite)) {
     m.op += (m.op.empty() ? "" : " + ") + line.op;
     m.recomputed |= level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
   }
   return m;
+}
+
+// Modules that were to be checkpointed, of which no call or not every call is.
+std::vector<Refusal> not_checkpointed(const Selection& selection, const Calls& reported, const Results& results,
+                                      const RewriteReport& report, const Module& module) {
+  std::set<std::string> wrapped, not_used, in_autocast;
+  for (const Region& region : report.regions)
+    if (region.whole) wrapped.insert(region.module);
+  for (const auto& [path, method] : reported) {
+    const Method key{submodule(module, path).type().get(), method};
+    if (const auto it = results.find(key); it != results.end())
+      for (const std::string& inner : it->second.not_used) not_used.insert(join_path(path, inner));
+    if (selection.in_autocast.count(key)) in_autocast.insert(path);
+  }
+  std::vector<Refusal> refused;
+  const auto refuse = [&](const std::string& path, const std::string& reason) {
+    refused.push_back({"checkpoint", path, reason});
+  };
+  const auto calls_inside = [&](const std::string& path) {
+    return std::any_of(reported.begin(), reported.end(),
+                       [&](const auto& call) { return call.first.rfind(path + ".", 0) == 0; });
+  };
+  for (const std::string& path : selection.checkpointed)
+    if (not_used.count(path))
+      refuse(path, wrapped.count(path) ? "one of its calls is not wrapped, as nothing uses its result"
+                                       : "it is not wrapped, as nothing uses the result of its call");
+    else if (in_autocast.count(path) && !wrapped.count(path))
+      refuse(path, "it is not wrapped, as it is called inside an autocast block of the model's own code");
+    else if (!wrapped.count(path))
+      refuse(path, calls_inside(path) ? fmt::format("nothing calls it itself; '{}.*' names the modules in it", path)
+                                      : "it is not wrapped, as no method that is rewritten calls it");
+  return refused;
 }
 
 // Phase 5: says what was done, module by module.
@@ -460,7 +517,8 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
   const auto again = recomputed_nodes(results);
   RewriteReport report;
   std::set<std::tuple<std::string, std::string, std::string>> refused;
-  for (const auto& [path, method] : reported_methods(module, selection.classes, entries, results)) {
+  const Calls reported = reported_methods(module, selection.classes, entries, results);
+  for (const auto& [path, method] : reported) {
     const auto it = results.find({submodule(module, path).type().get(), method});
     if (it == results.end()) continue;
     for (const auto& [inner, name] : it->second.checkpoints)
@@ -480,11 +538,14 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
     for (const auto& [pattern, reason] : it->second.refused)
       if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
   }
+  for (Refusal& r : not_checkpointed(selection, reported, results, report, module))
+    report.refused.push_back(std::move(r));
+  report.bodies = std::count_if(results.begin(), results.end(), [](const auto& r) { return r.second.body != nullptr; });
   return report;
 }
 
 // Phase 6: puts the bodies into the module.
-void install_all(Module& module, const Selection& selection, Results& results) {
+void install_all(const Selection& selection, Results& results) {
   for_each_result(selection, results, [](const ModuleClass& c, const Function& f, const Result& result) {
     if (!result.body) return;
     install(c.type, f.name(), result.body);
@@ -496,7 +557,8 @@ void install_all(Module& module, const Selection& selection, Results& results) {
 
 RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_run) {
   if (dry_run && options.level == Level::plan) throw std::logic_error("a plan needs attributes, so no dry run");
-  chosen_patterns(options);  // before anything is changed
+  check_patterns(options.patterns);  // before anything is changed
+  chosen_patterns(options);
   if (!dry_run)
     restore(module);
   else if (is_rewritten(module))
@@ -511,7 +573,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
   if (dry_run) return done;
-  install_all(module, selection, results);
+  install_all(selection, results);
   if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
   set_requires_grad(module, options);
   return done;

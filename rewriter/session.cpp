@@ -162,7 +162,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
   plan.point = request.budget.empty() ? planner->smallest()
                                       : planner->plan(parse_size(request.budget, "budget", plan.original.peak_bytes));
   for (size_t s = 0; s < report.sites.size(); ++s)
-    if (const Site& site = report.sites[s]; site.dear && plan.point.again[s])
+    if (const Site& site = report.sites[s]; site.expensive && plan.point.again[s])
       plan.run_again.push_back({site.module, site.op});
   plan.solver = solver_name();
   plan.solve_seconds = planner->solve_seconds();

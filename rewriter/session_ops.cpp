@@ -166,6 +166,7 @@ std::string plan_op(const IValue& module, const IValue& examples, const std::str
     const PlanOptions how = planning(o, run);
     RewriteOptions options;
     options.amp = o.get<std::string>("amp");
+    options.patterns = patterns(o);
     const int points = o.get<int>("points", 10);
     o.check_all_known();
     if (points < 2) throw Error(ErrorKind::request, "plan() needs at least 2 points.");

@@ -8,6 +8,7 @@
 #include "rewriter/inputs.h"
 #include "rewriter/plan/size.h"
 #include "rewriter/text.h"
+#include "tsmem/pattern.h"
 
 namespace tsmem {
 
@@ -91,9 +92,18 @@ static Level level_of(Options& o) {
   throw Error(ErrorKind::request, fmt::format("level='{}' is not known; use ops, regions or plan.", name));
 }
 
+// The user's own, of all files that are named.
+static std::vector<Pattern> patterns(Options& o) {
+  std::vector<Pattern> all;
+  for (const std::string& file : o.texts("patterns"))
+    for (Pattern& p : read_patterns(file)) all.push_back(std::move(p));
+  return all;
+}
+
 RewriteOptions rewriting(Options& o, const Run& run) {
   RewriteOptions r;
   r.level = level_of(o);
+  r.patterns = patterns(o);
   r.only = o.texts("only");
   r.skip = o.texts("skip");
   r.module_globs = o.texts("module");

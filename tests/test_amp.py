@@ -308,7 +308,7 @@ class WithBlock(nn.Module):
 
 
 def test_a_block_of_the_models_own_is_refused(tmp_path):
-    """TorchScript turns such a block inside out when it runs under another autocast: stock's numbers are no guide."""
+    """TorchScript turns such a block inside out when it runs under another autocast: PyTorch's numbers are no guide."""
     path = tmp_path / "block.pt"
     torch.jit.script(nn.Sequential(WithBlock(), nn.ReLU())).save(str(path))
     fails(2, "rewrite", path, "-o", tmp_path / "x.pt", "--amp", "bf16", says=["autocast block", "leave amp out"])

@@ -140,6 +140,63 @@ def test_checkpoint_of_a_call_whose_argument_is_overwritten_later(tmp_path):
     fails(2, "rewrite", tmp_path / "model.pt", "-o", tmp_path / "x.pt", "--checkpoint", "block", says=["can't wrap block", "an argument of its method forward is overwritten later (aten::mul_)"])
 
 
+class CallsThatAreNotUsed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.never = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(3))
+        self.both = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x):
+        self.unused(x)
+        for m in self.both:
+            x = m(x)
+        return self.used(x)
+
+
+def test_checkpoint_of_what_is_not_wrapped(tmp_path):
+    torch.jit.script(CallsThatAreNotUsed()).save(str(tmp_path / "model.pt"))
+    options = [x for glob in ("used", "unused", "never", "both") for x in ("--checkpoint", glob)]
+    for more in (["-o", tmp_path / "out.pt"], ["--dry-run"]):
+        done = run("rewrite", tmp_path / "model.pt", *more, *options, "--json", tmp_path / "report.json")
+        assert done.returncode == 0, done.stderr
+        said = {"unused": "not wrapped, as nothing uses the result of its call", "never": "not wrapped, as no method that is rewritten calls it", "both": "'both.*' names the modules in it"}
+        for module, reason in said.items():
+            assert [line for line in done.stdout.splitlines() if line.startswith(f"--checkpoint {module}: ") and reason in line], done.stdout
+        refused = {r["module"]: r["reason"] for r in json.loads((tmp_path / "report.json").read_text())["refused"] if r["pattern"] == "checkpoint"}
+        assert refused.keys() == said.keys() and all(reason in refused[module] for module, reason in said.items())
+
+
+class OnlyAnUnusedCall(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.block(x)
+        return x.cos()
+
+
+def test_what_is_written_is_said(tmp_path):
+    """Unchanged is what is unchanged."""
+    torch.jit.script(OnlyAnUnusedCall()).save(str(tmp_path / "model.pt"))
+
+    def last_line(source, *options):
+        done = run("rewrite", source, "-o", tmp_path / "out.pt", "--force", *options)
+        assert done.returncode == 0, done.stderr
+        same = run("diff", source, tmp_path / "out.pt", "-q").returncode == 0
+        return done.stdout.splitlines()[-1], same
+
+    line, same = last_line(tmp_path / "model.pt", "--only", "conv")
+    assert line.startswith("Written unchanged") and same
+    line, same = last_line(tmp_path / "model.pt", "--only", "conv", "--checkpoint", "block")
+    assert "unchanged" in line if same else "calls are inlined and nothing else" in line
+    line, _ = last_line(tmp_path / "model.pt", "--only", "conv", "--freeze", "block.weight")
+    assert "requires_grad is set as asked and nothing else" in line
+    assert run("rewrite", tmp_path / "model.pt", "-o", tmp_path / "rewritten.pt").returncode == 0
+    line, same = last_line(tmp_path / "rewritten.pt", "--only", "conv")
+    assert "the original methods are restored and nothing else" in line and not same
+
+
 def test_rewrite_json_on_stdout_is_json_alone(model):
     done = run("rewrite", model, "--dry-run", "--json", "-")
     assert done.returncode == 0 and json.loads(done.stdout)["output"] is None

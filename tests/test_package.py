@@ -2,8 +2,11 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = Path(torch.__file__).parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
+BUILT = f"torch-{MINOR}"  # the folder in the package with what was built for this torch
 
 
 def run(*command, **options):
@@ -25,20 +30,35 @@ def output(done):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """A Python with torch and highspy beside the installed wheel, as pip leaves them; these two are linked in, not copied."""
-    folder = tmp_path_factory.mktemp("package")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
     # build-wheel stays, and ccache knows what `make build` compiled.
-    output(run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", folder, ROOT, env={"TSMEM_TORCH": str(TORCH)}))
+    output(run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", folder, "-C", f"build-dir=build-wheel/{MINOR}", ROOT,
+               env={"TSMEM_TORCH": str(TORCH)}))
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def site_of(python):
+    return Path(output(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])")))
+
+
+def make_environment(folder, wheel, beside):
+    """A Python with the wheel; torch and highspy lie beside it, as pip leaves them (linked, not copied), or in another folder of Python's path."""
     output(run(sys.executable, "-m", "venv", "--without-pip", folder / "env"))
     python = folder / "env" / "bin" / "python"
-    site = Path(output(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])")))
-    (site / "torch").symlink_to(TORCH)
-    (site / "highspy").symlink_to(Path(importlib.util.find_spec("highspy").origin).parent)
+    site = site_of(python)
+    if beside:
+        (site / "torch").symlink_to(TORCH)
+        (site / "highspy").symlink_to(Path(importlib.util.find_spec("highspy").origin).parent)
     (site / "others.pth").write_text(str(TORCH.parent) + "\n")  # what torch itself imports
-    (wheel,) = folder.glob("*.whl")
     output(run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel))
     return python
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    return make_environment(tmp_path_factory.mktemp("package"), wheel, beside=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +106,12 @@ def test_autoload_can_be_turned_off(environment, files):
 def test_everything_comes_from_the_installed_package(environment):
     site = Path(output(run(environment, "-c", "import tsmem; print(tsmem.__path__[0])")))
     assert environment.parent.parent in site.parents
-    assert output(run(environment, "-c", "import tsmem; print(tsmem.library_path())")) == str(site / "libtsmem_ops.so")
-    assert output(run(environment, "-c", "import tsmem; print(tsmem.tool_path())")) == str(site / "bin" / "tsmem")
-    dynamic = output(run("readelf", "-d", site / "libtsmem_ops.so"))
-    assert "$ORIGIN/../torch/lib" in dynamic and str(ROOT) not in dynamic
-    dynamic = output(run("readelf", "-d", site / "bin" / "tsmem"))
-    assert "$ORIGIN/../../torch/lib" in dynamic and "$ORIGIN/../../highspy" in dynamic
+    assert output(run(environment, "-c", "import tsmem; print(tsmem.library_path())")) == str(site / BUILT / "libtsmem_ops.so")
+    assert output(run(environment, "-c", "import tsmem; print(tsmem.tool_path())")) == str(site / BUILT / "bin" / "tsmem")
+    dynamic = output(run("readelf", "-d", site / BUILT / "libtsmem_ops.so"))
+    assert "$ORIGIN/../../torch/lib" in dynamic and str(ROOT) not in dynamic
+    dynamic = output(run("readelf", "-d", site / BUILT / "bin" / "tsmem"))
+    assert "$ORIGIN/../../../torch/lib" in dynamic and "$ORIGIN/../../../highspy" in dynamic
     assert (site / "share" / "cmake" / "tsmem" / "tsmemConfig.cmake").is_file()
 
 
@@ -115,3 +135,129 @@ def test_cmake_package_of_the_wheel(environment, tmp_path):
     site = Path(output(run(environment, "-c", "import tsmem; print(tsmem.__path__[0])")))
     text = output(run("cmake", "-S", ROOT / "examples", "-B", tmp_path, f"-Dtsmem_DIR={site / 'share' / 'cmake' / 'tsmem'}"))
     assert str(TORCH.resolve()) in text
+
+
+def test_cmake_package_says_which_torch_it_lacks(environment, tmp_path):
+    site = Path(output(run(environment, "-c", "import tsmem; print(tsmem.__path__[0])")))
+    (tmp_path / "version.py").write_text("__version__ = '2.99.0'\n")
+    done = run("cmake", "-S", ROOT / "examples", "-B", tmp_path / "build", f"-Dtsmem_DIR={site / 'share' / 'cmake' / 'tsmem'}", f"-DTSMEM_TORCH={tmp_path}")
+    text = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "there is no build for the torch in" in text and f"only {BUILT}" in text, text
+
+
+def test_torch_and_highspy_in_another_folder(wheel, files, tmp_path):
+    """With --user, --system-site-packages or a .pth file they are not beside the package, where the program looks by itself."""
+    python = make_environment(tmp_path, wheel, beside=False)
+    new = tmp_path / "new.pt"
+    output(run(python.parent / "tsmem", "rewrite", files[0], "-o", new))
+    assert int(output(run(python, "-c", TRAIN.format(path=str(new))))) > 50
+    code = f"import torch, tsmem; m = tsmem.rewrite(torch.jit.load({str(files[0])!r})); print('tsmem::' in str(m.inlined_graph))"
+    assert output(run(python, "-c", code)) == "True"
+
+
+def test_another_torch_is_refused_in_one_sentence(wheel, tmp_path):
+    """`import torch` goes on with a warning; the command and `import tsmem` end."""
+    python = make_environment(tmp_path, wheel, beside=True)
+    site = site_of(python) / "tsmem"
+    (site / BUILT).rename(site / "torch-2.9")
+    sentence = f"tsmem is installed for torch 2.9, and this is torch {torch.__version__}: install one of those, or a tsmem that was built for this one."
+    done = run(python, "-c", "import torch; print('on')")
+    assert output(done) == "on" and done.stderr.count(sentence) == 1
+    done = run(python.parent / "tsmem", "--version")
+    assert done.returncode == 3 and done.stderr == f"tsmem: {sentence}\n"
+    done = run(python, "-c", "import tsmem", env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == f"tsmem._error.Error: {sentence}"
+
+
+def test_uninstalling_leaves_nothing(wheel, files, tmp_path):
+    def contents(python):
+        return {p for p in python.parent.parent.rglob("*") if "__pycache__" not in p.parts}
+
+    output(run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"))
+    python = make_environment(tmp_path, wheel, beside=True)
+    output(run(python.parent / "tsmem", "inspect", files[1]))
+    output(run(sys.executable, "-m", "pip", "--python", python, "uninstall", "--yes", "--quiet", "tsmem"))
+    left = {p.relative_to(tmp_path / "env") for p in contents(python)} - {p.relative_to(tmp_path / "bare") for p in contents(tmp_path / "bare" / "bin" / "python")}
+    assert {p.name for p in left} == {"torch", "highspy", "others.pth"}
+    assert not [p for p in (tmp_path / "env").rglob("__pycache__/*") if "tsmem" in p.name]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"import sys; sys.path.insert(0, 'python'); import build_backend; print(build_backend.build_sdist({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+def test_sdist_needs_no_headers_of_the_system(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    text = output(run("cmake", "-S", source, "-B", tmp_path / "build", "-G", "Ninja", "-DCMAKE_IGNORE_PATH=/usr/include", "-DTSMEM_TESTS=OFF", "-DTSMEM_CUDA=OFF",
+                      f"-DTSMEM_TORCH={TORCH}"))
+    assert "fetching" not in text
+    assert f"-isystem {source}/third_party" in (tmp_path / "build" / "build.ninja").read_text()
+
+
+def test_isolated_build_takes_the_torch_that_is_installed(tmp_path, wheel):
+    """pip hides the environment from an isolated build; another torch is several GB. The rest of the build is the same with and without."""
+    python = make_environment(tmp_path, wheel, beside=True)
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r}); import build_backend; print(build_backend._installed_torch())"
+    # What pip sets: the environment's own folder is off the path.
+    isolated = tmp_path / "isolated"
+    shutil.copytree(Path(importlib.util.find_spec("scikit_build_core").origin).parent, isolated / "scikit_build_core")
+    for name in ("packaging", "pathspec"):
+        shutil.copytree(Path(importlib.util.find_spec(name).origin).parent, isolated / name)
+    (isolated / "sitecustomize.py").write_text(f"import sys\nsys.path = [p for p in sys.path if not p.startswith({str(python.parent.parent)!r}) and p != {str(TORCH.parent)!r}]\n")
+    found = run(python, "-c", code, env={"PYTHONPATH": str(isolated), "PYTHONNOUSERSITE": "1"})
+    assert output(found) == str(site_of(python) / "torch")
+    done = run(python, "-c", "import torch", env={"PYTHONPATH": str(isolated), "PYTHONNOUSERSITE": "1"})
+    assert done.returncode == 1 and "No module named 'torch'" in done.stderr
+
+
+def versions():
+    text = (ROOT / "python" / "torch-versions.txt").read_text()
+    return [line.split()[0] for line in text.splitlines() if line[:1].isdigit()]
+
+
+def test_one_range_of_versions_everywhere():
+    oldest, newest = ([int(n) for n in v.split(".")[:2]] for v in versions())
+    assert f'"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in (ROOT / "pyproject.toml").read_text()
+    for page in ("README.md", "docs/loading.md"):
+        assert f"torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.99.1+cpu"])
+def test_a_torch_out_of_the_range_is_refused_by_set_up_and_cmake(tmp_path, version):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cpu.so").touch()
+    (tmp_path / "version.py").write_text(f"__version__ = '{version}'\n")
+    oldest, newest = (".".join(v.split(".")[:2]) for v in versions())
+    sentence = f"TSMEM_TORCH='{tmp_path}' is torch {version}; tsmem works with {oldest} to {newest}: install one of these."
+    done = run(ROOT / "cmake" / "setup.sh", env={"TSMEM_TORCH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr == f"set-up: {sentence}\n"
+    done = run("cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DTSMEM_TORCH={tmp_path}")
+    assert done.returncode == 1 and sentence in " ".join(done.stderr.split())
+
+
+def test_wheels_for_several_versions_are_put_together(wheel, tmp_path):
+    """The one for each torch has a folder of its own; what they share has to be the same."""
+    sys.path.insert(0, str(ROOT / "cmake" / "wheel"))
+    import make_wheel
+
+    other = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(other, "w") as made:
+        for info in given.infolist():
+            made.writestr(info.filename.replace(BUILT, "torch-2.9"), given.read(info))
+    (tmp_path / "out").mkdir()
+    both = make_wheel.put_together([wheel, other], tmp_path / "out")
+    python = make_environment(tmp_path, both, beside=True)
+    assert sorted(p.name for p in (site_of(python) / "tsmem").glob("torch-*")) == sorted([BUILT, "torch-2.9"])
+    assert output(run(python.parent / "tsmem", "--version")) == output(run(python, "-m", "tsmem", "--version"))
+    assert output(run(python, "-c", "import tsmem; print(tsmem.library_path())")).endswith(f"/{BUILT}/libtsmem_ops.so")
+    with zipfile.ZipFile(tmp_path / "third.whl", "w") as made:
+        made.writestr("tsmem/__init__.py", "different")
+    with pytest.raises(SystemExit, match="tsmem/__init__.py is not the same"):
+        make_wheel.put_together([wheel, tmp_path / "third.whl"], tmp_path / "out")

@@ -1,6 +1,7 @@
 // The solver's wrapper, and sites that plans choose from.
 #include <gtest/gtest.h>
 
+#include "ops/recompute_argument.h"
 #include "rewriter/plan/milp.h"
 #include "rewriter/plan/planner.h"
 #include "rewriter/rewrite.h"
@@ -68,19 +69,21 @@ TEST(Plan, EveryInstanceHasItsOwnChoice) {
   RewriteOptions options;
   options.level = Level::plan;
   const RewriteReport report = rewrite(m, options);
-  std::set<std::string> dear, cheap;
-  for (const Site& s : report.sites) (s.dear ? dear : cheap).insert(s.module);
-  EXPECT_EQ(dear, (std::set<std::string>{"a", "b"}));
+  std::set<std::string> expensive, cheap;
+  for (const Site& s : report.sites) (s.expensive ? expensive : cheap).insert(s.module);
+  EXPECT_EQ(expensive, (std::set<std::string>{"a", "b"}));
   EXPECT_EQ(cheap, (std::set<std::string>{"a", "b"}));
   // As at Level::regions until somebody chooses.
   for (const Site& s : report.sites)
-    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.dear ? kKept : kEachTime)
+    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(),
+              argument_of(s.expensive ? Recompute::keep : Recompute::each_time))
         << s.module << " " << s.op;
   std::vector<bool> again;
   for (const Site& s : report.sites) again.push_back(s.module == "b");
   set_choice(m, report.sites, again);
   for (const Site& s : report.sites)
-    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(), s.module == "b" ? kEachTime : kKept)
+    EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(),
+              argument_of(s.module == "b" ? Recompute::each_time : Recompute::keep))
         << s.module << " " << s.op;
   EXPECT_TRUE(restore(m));
   for (const Site& s : report.sites) EXPECT_FALSE(m.attr(s.module).toModule().hasattr(s.attribute));

@@ -397,7 +397,7 @@ def test_amp(files):
 
 @pytest.mark.parametrize("budget", ("100%", "70%", "60%"))
 def test_kept_activations_need_what_was_promised(budget, tmp_path):
-    """An activation whose output is kept still makes its input again, in the written file as in what was measured."""
+    """An activation whose output is kept still recomputes its input, in the written file as in what was measured."""
     model, inputs = models.cached("norms", "trace")
     done = run("rewrite", model, "-o", tmp_path / "out.pt", "--inputs", f"@{inputs}", "--budget", budget, "--no-verify", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr

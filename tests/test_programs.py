@@ -275,6 +275,22 @@ class OverwritesWhatADropoutOfNothingGives(nn.Module):
         return F.relu6(y, inplace=True) + F.silu(x)
 
 
+class UnusedNormOfTheInput(Norm):
+    def forward(self, x):
+        self.norm(x)
+        return self.conv(x)
+
+
+class UnusedCall(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused, self.conv = Norm(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        self.unused(x)
+        return self.conv(x)
+
+
 class UnusedActivationOfANorm(Norm):
     # The activation is a function of PyTorch's, which leaves nothing of itself; the norm runs, for its statistics.
     def forward(self, x):
@@ -514,6 +530,8 @@ PROGRAMS = [
     TwoDrawsOfOneAttention,
     UsesCounts,
     UnusedNormInAList,
+    UnusedNormOfTheInput,
+    UnusedCall,
     UnusedActivationOfANorm,
     OverwritesWhatADropoutOfNothingGives,
     UnusedNormInATuple,

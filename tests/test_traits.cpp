@@ -1,3 +1,4 @@
+#include "ops/recompute_argument.h"
 #include "ops/traits.h"
 
 #include <gtest/gtest.h>
@@ -31,3 +32,15 @@ TEST(Traits, DecideWhatOffersToBeRecomputed) {
 
 }  // namespace
 }  // namespace tsmem
+
+TEST(RecomputeArgument, IsOneIntInSchemasAndWrittenFiles) {
+  using tsmem::Recompute, tsmem::RecomputeArgument, tsmem::argument_of;
+  for (int64_t argument = -9; argument <= 9; ++argument)
+    EXPECT_EQ(RecomputeArgument::of(argument).argument(), argument);
+  EXPECT_EQ(argument_of(Recompute::off), 0);
+  EXPECT_EQ(argument_of(Recompute::shared), 1);
+  EXPECT_EQ(argument_of(Recompute::each_time), 2);
+  EXPECT_EQ(argument_of(Recompute::keep), -1);
+  const auto kept = RecomputeArgument::of(-7), recomputed = RecomputeArgument::of(7);
+  EXPECT_TRUE(kept.site == 5 && !kept.recomputes() && recomputed.site == 5 && recomputed.recomputes());
+}

@@ -1,6 +1,7 @@
-"""Files that version 0.1 wrote, one of each level: they load, train as the original does, and are restored to it.
+"""Files that other versions wrote, one of each level: they load, train as the original does, and are restored to it.
 
-fixtures/written_by_0.1 was made by that version's tool, before tsmem::act knew that it overwrites its argument.
+fixtures/written_by_0.1 was made by that version's tool with torch 2.11, before tsmem::act knew that it overwrites its argument; written_by_torch_2.15 with
+that torch, by fixtures/written.py.
 """
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import torch
 import conftest
 from command_line import run as tool
 
-FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "written_by_0.1"
-LEVELS = sorted(p.stem for p in FOLDER.glob("*.pt") if p.stem != "original")
+FOLDERS = sorted((Path(__file__).resolve().parents[1] / "fixtures").glob("written_by_*"))
+FILES = [pytest.param(p, id=f"{p.parent.name}-{p.stem}") for folder in FOLDERS for p in sorted(folder.glob("*.pt")) if p.stem != "original"]
+
+
+def original_of(file):
+    return file.with_name("original.pt")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,34 +41,37 @@ def steps(module, device_dtype=torch.float64):
 
 
 def test_every_level_is_there():
-    assert LEVELS == ["amp", "checkpoint", "ops", "plan", "regions"]
+    assert [f.name for f in FOLDERS] == ["written_by_0.1", "written_by_torch_2.15"]
+    for folder in FOLDERS:
+        assert sorted(p.stem for p in folder.iterdir()) == ["amp", "checkpoint", "ops", "original", "plan", "regions"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_trains_as_the_original(level):
-    original, rewritten = (torch.jit.load(str(FOLDER / f"{name}.pt")) for name in ("original", level))
-    assert "tsmem::" in str(rewritten.inlined_graph) or level == "amp"
-    dtype = torch.float32 if level == "amp" else torch.float64
-    if level == "amp":  # bfloat16 in forward: of the original's only roughly
+@pytest.mark.parametrize("file", FILES)
+def test_trains_as_the_original(file):
+    original, rewritten = (torch.jit.load(str(f)) for f in (original_of(file), file))
+    amp = file.stem == "amp"
+    assert "tsmem::" in str(rewritten.inlined_graph) or amp
+    dtype = torch.float32 if amp else torch.float64
+    if amp:  # bfloat16 in forward: of the original's only roughly
         assert all(t.isfinite().all() for t in steps(rewritten, dtype) if t.is_floating_point())
         return
     for a, b in zip(steps(original, dtype), steps(rewritten, dtype), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_is_restored(level, tmp_path):
+@pytest.mark.parametrize("file", FILES)
+def test_is_restored(file, tmp_path):
     import tsmem
 
     back = tmp_path / "back.pt"
-    assert tool("rewrite", FOLDER / f"{level}.pt", "-o", back, "--restore").returncode == 0
-    assert tool("diff", FOLDER / "original.pt", back).returncode == 0
-    assert "tsmem::" not in str(tsmem.restore(torch.jit.load(str(FOLDER / f"{level}.pt"))).inlined_graph)
+    assert tool("rewrite", file, "-o", back, "--restore").returncode == 0
+    assert tool("diff", original_of(file), back).returncode == 0
+    assert "tsmem::" not in str(tsmem.restore(torch.jit.load(str(file))).inlined_graph)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_is_rewritten_again(level, tmp_path):
+@pytest.mark.parametrize("file", FILES)
+def test_is_rewritten_again(file, tmp_path):
     new = tmp_path / "new.pt"
-    done = tool("rewrite", FOLDER / f"{level}.pt", "-o", new, "--input", "4x3x16x16")
+    done = tool("rewrite", file, "-o", new, "--input", "4x3x16x16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert tool("verify", FOLDER / "original.pt", new, "--input", "4x3x16x16", "--no-measure").returncode == 0
+    assert tool("verify", original_of(file), new, "--input", "4x3x16x16", "--no-measure").returncode == 0

@@ -7,17 +7,19 @@
 
 #include "tsmem/api.h"
 #include "tsmem/error.h"
+#include "tsmem/pattern.h"
 
 namespace tsmem {
 
 // ops: each operator keeps what its own backward needs. regions: outputs that are cheap to make from what is kept
-// anyway (norms, activations, sums, concatenations between convolutions) are made again in backward.
-// plan: each of these outputs, and those of convolutions, linear layers and the like, is made again where an attribute
+// anyway (norms, activations, sums, concatenations between convolutions) are recomputed in backward.
+// plan: each of these outputs, and those of convolutions, linear layers and the like, is recomputed where an attribute
 // of its module says so; at first as at regions. rewriter/plan/planner.h chooses.
 enum class Level { ops, regions, plan };
 
 struct RewriteOptions {
   Level level = Level::ops;
+  std::vector<Pattern> patterns;           // the user's own (tsmem/pattern.h), tried before the built-in ones
   std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere
   std::vector<std::string> checkpoint;     // modules that keep their arguments alone and run again in backward
@@ -32,10 +34,11 @@ struct RewriteOptions {
 struct Match {
   std::string pattern, module, method;
   std::vector<std::string> nodes;  // the matched ops with their places, in graph order: "bn1.forward: aten::batch_norm"
-  bool recomputed;                 // its output is made again in backward
+  bool recomputed;                 // its output is recomputed in backward
   std::string op;                  // what was put there: "tsmem::batch_norm_act"; several joined by " + "
 };
 
+// `pattern` is "checkpoint" for a module that was to run again in backward and does not.
 struct Refusal {
   std::string pattern, module, reason;
 };
@@ -51,9 +54,9 @@ struct Region {
 // An output that a plan may keep or make again.
 struct Site {
   std::string module;     // path of the instance
-  std::string attribute;  // its attribute, an integer: made again where it is positive
+  std::string attribute;  // its attribute, an integer: recomputed where it is positive
   std::string op;
-  bool dear;  // a convolution, linear layer, product of matrices or attention
+  bool expensive;  // a convolution, linear layer, product of matrices or attention
 };
 
 struct RewriteReport {
@@ -61,6 +64,7 @@ struct RewriteReport {
   std::vector<Region> regions;
   std::vector<Refusal> refused;
   std::vector<Site> sites;  // at Level::plan
+  size_t bodies = 0;        // methods that have other code than before
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is

@@ -5,14 +5,15 @@ from typing import Optional
 
 import torch
 
+import _tsmem_cli
+
 from ._error import Error
 
-_HERE = Path(__file__).resolve().parent
 _NAME = "libtsmem_ops.so"
 
 
 def library_path() -> str:
-    """The path of the op library: $TSMEM_OPS where set, else the one in this package, else the one in the build folder.
+    """The path of the op library: $TSMEM_OPS where set, else the one in this package for this torch, else the one in the build folder.
 
     Raises tsmem.Error where there is none.
     """
@@ -21,10 +22,13 @@ def library_path() -> str:
         if not os.path.isfile(chosen):
             raise Error(f"TSMEM_OPS names '{chosen}', which does not exist.")
         return chosen
-    for path in (_HERE / _NAME, _HERE.parents[1] / "build" / "lib" / _NAME):  # installed; in a source tree
-        if path.is_file():
-            return str(path)
-    raise Error(f"{_NAME} was not found in {_HERE}: install the package with pip, run 'make build' in its source tree, or set TSMEM_OPS.")
+    for folder, _ in _tsmem_cli.builds(torch.__version__):
+        if (folder / _NAME).is_file():
+            return str(folder / _NAME)
+    if _tsmem_cli.installed_for():
+        raise Error(_tsmem_cli.no_build_for(torch.__version__))
+    here = Path(__file__).resolve().parent
+    raise Error(f"{_NAME} was not found in {here}: install the package with pip, run 'make build' in its source tree, or set TSMEM_OPS.")
 
 
 def loaded() -> bool:
@@ -48,9 +52,9 @@ def load() -> None:
         return
     path = library_path()
     built = _built_for(path)
-    if built is not None and built.split(".")[:2] != torch.__version__.split(".")[:2]:
+    if built is not None and _tsmem_cli.minor(built) != _tsmem_cli.minor(torch.__version__):
         raise Error(
-            f"the library was built for torch {'.'.join(built.split('.')[:2])} and this is torch {torch.__version__}; "
+            f"the library was built for torch {_tsmem_cli.minor(built)} and this is torch {torch.__version__}; "
             "install tsmem again, built against this torch."
         )
     try:

@@ -1,9 +1,12 @@
 """Rewriting, verifying, measuring and planning in this process: no other program, no file."""
+import ctypes
 import json
 import os
 from typing import Any, Dict, Tuple
 
 import torch
+
+import _tsmem_cli
 
 from ._error import Error
 from ._exported import rewritten_program
@@ -19,7 +22,11 @@ def _library() -> Any:
         path = os.path.join(os.path.dirname(library_path()), "libtsmem.so")
         if not os.path.isfile(path):
             raise Error(f"{path} does not exist: install the package with pip, or run 'make build' in its source tree.")
+        highspy = _tsmem_cli.package_folder("highspy")
+        solver = highspy / "libhighs.so.1" if highspy else None
         try:
+            if solver is not None and solver.is_file():  # need not be where libtsmem.so looks for it
+                ctypes.CDLL(str(solver))
             torch.ops.load_library(path)
         except OSError as error:
             raise Error(f"{path} can't be loaded: {error}") from error
@@ -30,7 +37,11 @@ def _scripted(module: Any) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return module._c
     what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"a {type(module).__name__}"
-    raise Error(f"{what} was given; tsmem takes TorchScript and programs of torch.export: pass torch.jit.script(model), or torch.export.export(model, examples).", 2)
+    raise Error(
+        f"{what} was given; tsmem takes TorchScript and programs of torch.export: "
+        "pass torch.jit.script(model), or torch.export.export(model, examples).",
+        2,
+    )
 
 
 def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:
@@ -75,8 +86,8 @@ def rewrite(module: Any, **options: Any) -> Any:
     Takes a ScriptModule, or the ExportedProgram of torch.export.export, and gives the same: `.module()` of the new program trains.
 
     Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
-    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], seed=..., device=.... A list repeats the option, True sets a
-    flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
+    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], patterns="mine.patterns", seed=..., device=.... A list repeats the
+    option, True sets a flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
     verified too.
 
     Make the optimizer from the new module's parameters. Parameters, buffers, their devices, requires_grad and the training flags are the

@@ -8,6 +8,8 @@
 #include <set>
 #include <utility>
 
+#include "ops/recompute_argument.h"
+
 namespace tsmem {
 namespace {
 
@@ -30,7 +32,7 @@ double seconds_of(const TrainingStep& s) { return s.forward_seconds + s.backward
 
 std::vector<bool> base_choice(const std::vector<Site>& sites) {
   std::vector<bool> base;
-  for (const Site& s : sites) base.push_back(!s.dear);
+  for (const Site& s : sites) base.push_back(!s.expensive);
   return base;
 }
 
@@ -120,7 +122,7 @@ void add_values(StepModel& model, const Notes& notes, bool estimate) {
   for (size_t i = 0; i < noted.size(); ++i) {
     const Journal::Value& j = noted[i];
     StepModel::Value v;
-    v.site = std::abs(j.recompute) >= 2 ? static_cast<int>(std::abs(j.recompute)) - 2 : -1;
+    v.site = static_cast<int>(j.site);
     v.bytes = j.bytes;
     v.expensive = j.flops > 0;
     v.flops = j.flops;
@@ -167,7 +169,7 @@ StepModel model_of(const std::vector<Site>& sites, const Notes& notes, const Ste
   while (model.first_backward < model.slots.size() && !model.slots[model.first_backward].backward)
     ++model.first_backward;
   model.sites.resize(sites.size());
-  for (size_t s = 0; s < sites.size(); ++s) model.sites[s].expensive = sites[s].dear;
+  for (size_t s = 0; s < sites.size(); ++s) model.sites[s].expensive = sites[s].expensive;
   add_values(model, notes, estimate);
   complete(model);
   return model;
@@ -183,7 +185,9 @@ TrialStep::TrialStep(torch::jit::Module& module, std::vector<Site> all_sites, co
 
 void TrialStep::choose(const std::vector<bool>& recomputed) {
   for (size_t s = 0; s < sites.size(); ++s)
-    owners[s].setattr(sites[s].attribute, (recomputed[s] ? 1 : -1) * (static_cast<int64_t>(s) + 2));
+    owners[s].setattr(
+        sites[s].attribute,
+        RecomputeArgument{recomputed[s] ? Recompute::each_time : Recompute::keep, static_cast<int64_t>(s)}.argument());
 }
 
 Measurement measure(TrialStep& rewritten, TrainingStep& original, const MeasurementOptions& options) {

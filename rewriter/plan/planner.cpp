@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "ops/recompute_argument.h"
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
 #include "rewriter/estimate.h"
@@ -20,7 +21,8 @@ static constexpr double kMiB = 1024.0 * 1024.0;
 
 void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& recomputed) {
   for (size_t s = 0; s < sites.size(); ++s)
-    submodule(module, sites[s].module).setattr(sites[s].attribute, recomputed[s] ? kEachTime : kKept);
+    submodule(module, sites[s].module)
+        .setattr(sites[s].attribute, argument_of(recomputed[s] ? Recompute::each_time : Recompute::keep));
 }
 
 static StepOptions step_options(const PlanOptions& options) {

@@ -48,7 +48,7 @@ def test_equals_stock(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ONE_TENSOR)
 def test_made_again_as_exact_as_stock(name, dtype):
-    """Where the output may be made again some have kernels of ours: not stock's bits, and no further from the truth."""
+    """Where the output may be recomputed some have kernels of ours: not PyTorch's bits, and no further from the truth."""
     args, stock = ONE_TENSOR[name]
 
     def again(x):
@@ -70,7 +70,7 @@ def test_made_again_as_exact_as_stock(name, dtype):
     borders = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 100.0, -100.0, 1e4, -1e4], dtype=dtype)
     x = borders.repeat_interleave(64).requires_grad_()
     for a, e in zip(run(again, x), run(stock, x)):
-        # Stock's vector code and its scalar one differ at NaN for elu, ours is as the scalar. The derivative of mish at
+        # PyTorch's vector code and its scalar one differ at NaN for elu, ours is as the scalar. The derivative of mish at
         # infinity is 1, and NaN in stock.
         odd = x.isnan() if name == "elu" else x.isinf() if name == "mish" else torch.zeros_like(x, dtype=torch.bool)
         a, e = (torch.where(odd, 0, t) for t in (a, e))
@@ -82,7 +82,7 @@ def test_made_again_as_exact_as_stock(name, dtype):
 def test_borders(name, dtype):
     args = ONE_BIT[name][0]
     borders = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 3.0, -3.0, 6.0, *args, *(-a for a in args)]
-    # Sixteen of each: stock's vectorised code. Its scalar tail lets a NaN's gradient through hardtanh, its vectors do not.
+    # Sixteen of each: PyTorch's vectorised code. Its scalar tail lets a NaN's gradient through hardtanh, its vectors do not.
     x = torch.tensor(borders, dtype=dtype).repeat_interleave(64).requires_grad_()
     actual, expected = run(ours(name), x), run(ONE_BIT[name][1], x)
     assert_equal(actual, expected)

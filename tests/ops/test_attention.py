@@ -1,4 +1,4 @@
-"""Attention, matrix products, softmax, and copies: against stock, what is kept, and made again."""
+"""Attention, matrix products, softmax, and copies: against stock, what is kept, and recomputed."""
 import gc
 import itertools
 import weakref
@@ -54,7 +54,7 @@ def test_attention_every_combination_of_gradients(needs):
 
 
 def test_attention_that_is_stocks():
-    """Dropout, a boolean mask, a mask that needs a gradient, groups of heads, three dimensions, no element: the same result as stock's, whatever it is."""
+    """Dropout, a boolean mask, a mask that needs a gradient, groups of heads, three dimensions, no element: the same result as PyTorch's, whatever it is."""
     q, k, v = needing(heads(number=4), [True] * 3)
     few = [t[:, :2] for t in (k, v)]
     bias = torch.randn(17, 17, dtype=torch.float64, requires_grad=True)
@@ -310,7 +310,7 @@ def test_copies_are_stocks():
         (ops.roll(t, [1, -1], [0, 3]), t.roll((1, -1), (0, 3))),
     ):
         assert_equal([ours, *torch.autograd.grad(ours.square().sum(), x)], [stock, *torch.autograd.grad(stock.square().sum(), x)])
-        assert (ours.data_ptr() == x.data_ptr()) == (stock.data_ptr() == x.data_ptr())  # a view where stock's is
+        assert (ours.data_ptr() == x.data_ptr()) == (stock.data_ptr() == x.data_ptr())  # a view where PyTorch's is
     assert torch.autograd.gradgradcheck(lambda x: ops.reshape(ops.roll(x, [1], [0]).transpose(0, 1), [-1]).square(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
     with pytest.raises(RuntimeError):
         ops.reshape(t, [7, -1])

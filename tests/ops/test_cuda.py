@@ -55,7 +55,7 @@ def run(f, inputs, needs=None, cotangent=None):
 
 
 def as_good(f, stock, inputs, needs=None):
-    """In float64 equal; else each result's error against float64 is at most twice stock's and two units in the last place of its norm."""
+    """In float64 equal; else each result's error against float64 is at most twice PyTorch's and two units in the last place of its norm."""
     ours, theirs = run(f, inputs, needs), run(stock, inputs, needs)
     exact = run(stock, [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs], needs)
     assert ours[0].stride() == theirs[0].stride()
@@ -426,7 +426,7 @@ def test_autocast():
 
 @only_cuda
 def test_streams():
-    """Work goes to the current stream, and what another stream made is kept, not made again."""
+    """Work goes to the current stream, and what another stream made is kept, not recomputed."""
     inputs = norm_inputs((8, 64, 56, 56), torch.float32)
     expected = run(norm(RELU), inputs, (True, True, True, False, False, False))
     stream = torch.cuda.Stream()
@@ -497,7 +497,7 @@ def test_graph_capture():
             static.copy_(draw((4, 16, 14, 14), torch.float32, seed=seed))
         graph.replay()
         torch.testing.assert_close(found, step())
-    # Stock's dropout under capture: each replay draws anew, and backward has forward's mask.
+    # PyTorch's dropout under capture: each replay draws anew, and backward has forward's mask.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = torch.ops.tsmem.dropout(static, 0.5, True)

@@ -169,7 +169,7 @@ def test_strides():
 
 
 def test_made_again_in_the_same_strides():
-    """What is made again is viewed as the output was, though its operands would give other strides where a dimension has one element."""
+    """What is recomputed is viewed as the output was, though its operands would give other strides where a dimension has one element."""
     ops = torch.ops.tsmem
     conv = torch.nn.Conv2d(2048, 2048, 1, groups=64).to(memory_format=torch.channels_last)
     for in_place in (0, 1):

@@ -103,7 +103,7 @@ def same(ours, theirs, rtol=1e-9, atol=1e-11):
 
 
 def as_good(ours, theirs, exact):
-    """Each result's error against float64 is at most twice stock's, or two units in the last place of its norm."""
+    """Each result's error against float64 is at most twice PyTorch's, or two units in the last place of its norm."""
     assert ours[0].stride() == theirs[0].stride()
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact)):
         if a is None:
@@ -179,13 +179,13 @@ def test_no_elements_and_one_value(ops):
 @pytest.mark.parametrize("act", ACTS)
 def test_nan_and_infinity(ops, act):
     special = [float("nan"), -float("inf"), 0.0, -0.0, 1e-30, 100.0, -100.0, 3.0, -3.0, 0.8, -0.5, 0.1]
-    if act not in ("gelu", "mish"):  # there stock's infinity becomes NaN for some dtypes; ours stays
+    if act not in ("gelu", "mish"):  # there PyTorch's infinity becomes NaN for some dtypes; ours stays
         special.append(float("inf"))
     one, zero = torch.ones(1), torch.zeros(1)
     for layout, dtype in itertools.product([CONTIGUOUS, LAST], [torch.float32, torch.float64]):
         x = torch.tensor(special, dtype=dtype).view(1, 1, 1, -1)
         p = [t.to(dtype) for t in (one, zero, zero, one)]
-        # Stock's vectors and its scalar remainders differ in the gradient at NaN: either will do.
+        # PyTorch's vectors and its scalar remainders differ in the gradient at NaN: either will do.
         allowed = []
         for pieces in (x.repeat(32, 1, 1, 1).unsqueeze(0), x.flatten()):
             results = []
@@ -209,7 +209,7 @@ def test_nan_and_infinity_in_statistics(ops):
         x[1, 1, 2, 3] = value
         stats = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
         ours = fused(ops, "relu", True)(x, None, None, *stats[0], None)
-        # The square of 1e30 is no float: stock's float32 output there is 0, its float64 output is right.
+        # The square of 1e30 is no float: PyTorch's float32 output there is 0, its float64 output is right.
         theirs = stock("relu", True)(x.double(), None, None, *(t.double() for t in stats[1]), None).float() if value == 1e30 else None
         if theirs is None:
             theirs = stock("relu", True)(x, None, None, *stats[1], None)
@@ -246,7 +246,7 @@ def test_statistics_of_short_rows(ops, layout, dtype):
 
 
 def test_strides(ops):
-    """Inputs, residuals and gradients of any strides give stock's values, and stock's strides out."""
+    """Inputs, residuals and gradients of any strides give PyTorch's values, and PyTorch's strides out."""
     base = torch.randn(6, 8, 6, 10, dtype=torch.float64)
     views = [base.transpose(2, 3), base[:, :, ::2], base[::2, 1::2], base.permute(1, 0, 3, 2), base[:, :1].expand(6, 8, 6, 10),
              base.to(memory_format=LAST)[:, :, 1:], base.flip(3)]  # fmt: skip
@@ -465,7 +465,7 @@ def test_max_pool_ties_nan_and_big_maps(ops):
 
 
 def test_max_pool_with_windows_outside_the_map(ops):
-    """All taps in padding: stock's output is -inf there, and nothing can be made again from a position."""
+    """All taps in padding: PyTorch's output is -inf there, and nothing can be recomputed from a position."""
     for pool, shape in [(((2, 2), (1, 1), (1, 0), (3, 1), False), (2, 3, 2, 400)), (((2, 2), (1, 1), (1, 1), (1, 5), False), (2, 3, 16, 4))]:
         ours, theirs = pooled(ops, "relu", True, pool)
         x = Case(shape).x
@@ -502,7 +502,7 @@ def test_max_pool_of_rows_that_fill_vectors(ops, pool, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_max_pool_of_channels_that_fill_vectors(ops, pool, dtype):
-    """Channels last, fewer and more than a vector of them, with ties, NaN, infinities: outputs, made again too, and all gradients."""
+    """Channels last, fewer and more than a vector of them, with ties, NaN, infinities: outputs, recomputed too, and all gradients."""
     kernel, stride, padding, dilation, ceil = pool
     for channels, act, train in itertools.product([15, 16, 27, 40], ["relu", "leaky_relu", "silu"], [True, False]):
         case = Case((2, channels, 14, 19), LAST, dtype, params=torch.float32)
@@ -567,7 +567,7 @@ def test_mul_act(ops, act):
 
 
 def test_mul_batch_norm_act_with_parameters_that_do_not_fit(ops):
-    """They are not read: the product is stock's."""
+    """They are not read: the product is PyTorch's."""
     a, scale, x = torch.randn(2, 64, 4, 4, requires_grad=True), torch.rand(2, 64, 1, 1, requires_grad=True), torch.randn(2, 64, 4, 4)
     for w, b, invstd in [(torch.ones(1), None, torch.ones(64)), (None, torch.ones(8, 8), torch.ones(64)), (None, None, torch.ones(3))]:
         y = ops.mul_batch_norm_act(a, scale, x, w, b, torch.zeros(64), invstd, "silu", [])

@@ -116,7 +116,7 @@ def forget_failed_pass():
 def refuse_each(faults, f, expected, check=lambda n: None):
     """Refuses each request for memory of f() in turn: alone, and with all that follow. Then f() again must give what is expected.
 
-    An exception each time; but stock's convolutions and half-size products have another way without oneDNN's memory, with the right result.
+    An exception each time; but PyTorch's convolutions and half-size products have another way without oneDNN's memory, with the right result.
     """
     assert same(f(), expected)
     faults.faults_refuse(0, 0)
@@ -135,7 +135,7 @@ def refuse_each(faults, f, expected, check=lambda n: None):
                 failed = str(error)
             refused = faults.faults_refused()
             faults.faults_refuse(0, 0)
-            torch._C._set_mkldnn_enabled(True)  # stock's matmul turns it off for the process where it fails
+            torch._C._set_mkldnn_enabled(True)  # PyTorch's matmul turns it off for the process where it fails
             assert refused >= 1
             if result is None:
                 assert "failing allocator" in failed, failed
@@ -178,7 +178,7 @@ def exhaust(faults, step, twice=True):
         return
     try:
         expected = step.twice()
-    except RuntimeError as error:  # by our name, or as stock where an op left its gradient to stock's
+    except RuntimeError as error:  # by our name, or as stock where an op left its gradient to PyTorch's
         assert "second derivatives are not supported" in str(error) or "is not implemented" in str(error)
         return
     refuse_each(faults, step.twice, expected)
@@ -268,14 +268,14 @@ def test_op(faults, name, dtype):
         tensors = [draw(*s, dtype=dtype).requires_grad_(i in some) for i, s in enumerate(shapes)]
         running = f.__code__.co_argcount > len(shapes)
         statistics = [draw(8, dtype=dtype), draw(8, dtype=dtype).abs() + 0.5] if running else []
-        # After the op one that would keep its output, so that it is made again.
+        # After the op one that would keep its output, so that it is recomputed.
         step = Step(lambda *a: ops.act(pick(f(*a)), "silu", []), [*tensors, *statistics], [tensors[i] for i in sorted(some)], statistics)
         exhaust(faults, step, twice=len(some) == len(shapes))
 
 
 @pytest.mark.parametrize("recompute", (0, 1, 2))
 def test_network(faults, recompute):
-    """What is made again, held for neighbours or made anew by each, from chains of recipes."""
+    """What is recomputed, held for neighbours or made anew by each, from chains of recipes."""
     p = parameters(dtype=torch.float32)
     x = draw(2, 8, 24, 24).requires_grad_()
     exhaust(faults, Step(lambda x: network(x, p, recompute), [x], [x, *p]))

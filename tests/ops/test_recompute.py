@@ -99,7 +99,7 @@ def in_backward(f, x, p, recompute, name):
 
 
 def dense(x, p, recompute, layers=5):
-    """Every layer reads what all before it gave, as in a DenseNet; the first piece is made again itself."""
+    """Every layer reads what all before it gave, as in a DenseNet; the first piece is recomputed itself."""
     pieces = [ops.batch_norm_act(conv(x, p[0]), p[1], p[2], *BN, "silu", [], recompute)]
     for i in range(layers):
         c = 8 * (i + 1)
@@ -228,6 +228,39 @@ def test_frozen_keeps_less():
     assert live_bytes(lambda: run(True)) <= live_bytes(lambda: run(False)) + 1024
 
 
+class Squared(torch.autograd.Function):
+    """A Function of Python that keeps tensors both ways."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach().clone())
+        ctx.attribute = x.detach().clone()
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("run_backward", (False, True))
+@pytest.mark.parametrize("before", (torch.sigmoid, torch.exp, lambda x: torch.nn.functional.gelu(x) * 2, Squared.apply))
+def test_a_graph_that_is_gone_leaves_nothing(before, run_backward):
+    """What is known of a node refers to it weakly: neither what it keeps nor what the nodes before it keep stays."""
+    _, g, b = parameters()[:3]
+    x = torch.randn(2, 8, 32, 32, dtype=torch.float64, requires_grad=True)
+
+    def step():
+        y = ops.batch_norm_act(before(x), g, b, *BN, "silu", [], True)
+        loss = (y * ops.mul(y, y.sigmoid(), True)).sum()
+        if run_backward:
+            torch.autograd.grad(loss, x)
+        del y, loss
+        gc.collect()
+        return torch.zeros(1)
+
+    assert live_bytes(step) == 0
+
+
 def test_two_losses_and_retain_graph():
     p = parameters()
     x = torch.randn(2, 8, 16, 16, dtype=torch.float64)
@@ -269,7 +302,7 @@ def test_freed_graph_says_so():
 
 @pytest.mark.parametrize("which", (1, 2))
 def test_parameter_changed_in_place(which):
-    """The convolution reads the norm's parameters only to make its input again: changing them is an error all the same."""
+    """The convolution reads the norm's parameters only to recompute its input: changing them is an error all the same."""
     p = parameters()
     z = ops.batch_norm_act(conv(torch.randn(2, 8, 16, 16, dtype=torch.float64), p[0]), p[1], p[2], *BN, "relu", [], True)
     out = conv(z, p[3])
@@ -280,7 +313,7 @@ def test_parameter_changed_in_place(which):
 
 
 def test_sources_changed_in_place_have_a_sentence_of_their_own():
-    """What stock would have copied has stock's words and ours; what stock keeps as well has stock's alone."""
+    """What stock would have copied has PyTorch's words and ours; what stock keeps as well has PyTorch's alone."""
     ours = "tsmem: a source of a recomputed tensor was changed in place"
     for changed, said in ((1, True), (3, False)):
         p = parameters()
@@ -590,20 +623,20 @@ def test_scripted_four_calls():
         assert_equal(torch.autograd.grad(m(x, *p[:3]).square().sum(), [x, *p[:3]]), expected)
 
 
-# Dear outputs: of convolutions and linear layers.
+# Expensive outputs: of convolutions and linear layers.
 
 MANY = (2, 8, 16, 16)
 
 
-def dear(x, w, recompute):
+def expensive(x, w, recompute):
     return ops.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, recompute)
 
 
 def blocks(x, p, again):
-    """conv-bn-relu, then conv-bn-add-silu on it, twice; again: whether each output is made again, two a block."""
+    """conv-bn-relu, then conv-bn-add-silu on it, twice; again: whether each output is recomputed, two a block."""
     for i in range(len(again) // 2):
         w, g, b = p[3 * i : 3 * i + 3]
-        y = dear(x, w, again[2 * i])
+        y = expensive(x, w, again[2 * i])
         if i % 2:
             x = ops.batch_norm_add_act(y, g, b, *BN, x, "silu", [], again[2 * i + 1])
         else:
@@ -727,7 +760,7 @@ def test_dear_is_not_kept():
     outputs = []
 
     def run(r):
-        y = dear(x, p[0], r)
+        y = expensive(x, p[0], r)
         outputs.append(weakref.ref(y))
         return ops.batch_norm_act(y, p[1], p[2], *BN, "relu", [], r)
 
@@ -742,10 +775,10 @@ def test_made_once_in_a_pass():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def run(r):
-        y = dear(x, p[0], r)
+        y = expensive(x, p[0], r)
         a = ops.batch_norm_act(y, p[1], p[2], *BN, "silu", [], r)
         b = ops.act(y, "gelu", [], r)
-        return ops.mul(a, b, r) + dear(b, p[3], 0) + dear(a, p[6], 0) + ops.mul(y, a, r)
+        return ops.mul(a, b, r) + expensive(b, p[3], 0) + expensive(a, p[6], 0) + ops.mul(y, a, r)
 
     for retain in (True, True, False):
         out = run(1) if retain else out
@@ -783,13 +816,13 @@ def test_nothing_stays_after_a_part(first):
 
 def test_nothing_stays_after_an_error():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
-    y = dear(x, p[0], 1)
+    y = expensive(x, p[0], 1)
 
     def refuse(g):
         raise ValueError("no")
 
     y.register_hook(refuse)
-    out = dear(ops.act(y, "silu", [], 1), p[3], 0).sum()
+    out = expensive(ops.act(y, "silu", [], 1), p[3], 0).sum()
     del y
     expected = torch.autograd.grad(out, p[3], retain_graph=True)
     with pytest.raises(ValueError):
@@ -801,8 +834,8 @@ def test_two_losses_on_a_dear_trunk():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def grads(r):
-        trunk = ops.batch_norm_act(dear(x, p[0], r), p[1], p[2], *BN, "silu", [], r)
-        a, b = dear(trunk, p[3], r), dear(trunk, p[6], r)
+        trunk = ops.batch_norm_act(expensive(x, p[0], r), p[1], p[2], *BN, "silu", [], r)
+        a, b = expensive(trunk, p[3], r), expensive(trunk, p[6], r)
         a, b = (ops.act(t, "gelu", [], r) for t in (a, b))
         first = torch.autograd.grad(a.sum(), (p[3],))  # frees its head's buffers, and none of the trunk's
         return [*first, *torch.autograd.grad(b.square().sum(), (x, *p[:3], p[6]))]
@@ -850,8 +883,8 @@ def test_running_statistics_changed_in_place():
 
     def grads(r, which):
         statistics = [torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)]
-        z = ops.batch_norm_act(dear(x, p[0], r), p[1], p[2], *statistics, False, 0.1, 1e-5, True, "relu", [], r)
-        out = ops.act(dear(z, p[3], r), "silu", [], r)
+        z = ops.batch_norm_act(expensive(x, p[0], r), p[1], p[2], *statistics, False, 0.1, 1e-5, True, "relu", [], r)
+        out = ops.act(expensive(z, p[3], r), "silu", [], r)
         del z
         if which is not None:
             statistics[which].add_(1)
@@ -896,7 +929,7 @@ def test_single_sample_of_a_dear_convolution():
     s = torch.randn(8, 24, 24, dtype=torch.float64, requires_grad=True)
 
     def run(r):
-        return dear(ops.mul(dear(x, p[0], r), s, r), p[3], r).square().sum()
+        return expensive(ops.mul(expensive(x, p[0], r), s, r), p[3], r).square().sum()
 
     assert_equal(*(torch.autograd.grad(run(r), (x, s, p[0], p[3])) for r in (1, 0)))
 
@@ -905,9 +938,9 @@ def test_dear_output_changed_in_place_is_kept():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def grads(r):
-        y = dear(x, p[0], r)
+        y = expensive(x, p[0], r)
         y.mul_(2)
-        z = dear(x, p[3], r)
+        z = expensive(x, p[3], r)
         z.detach().add_(1)
         return torch.autograd.grad(ops.act(y, "silu", [], r).sum() + ops.act(z, "gelu", [], r).square().sum(), (x, p[0], p[3]))
 
@@ -942,7 +975,7 @@ def test_dear_under_autocast(inside):
         with torch.autocast("cpu", torch.bfloat16):
             y = ops.conv2d(x, p[0], bias[0], [1, 1], [1, 1], [1, 1], 1, r)
             z = ops.batch_norm_act(y, p[1], p[2], *BN, "silu", [], r)
-            z = ops.batch_norm_act(dear(z, p[3], r), p[4], p[5], *BN, "relu", [], r)
+            z = ops.batch_norm_act(expensive(z, p[3], r), p[4], p[5], *BN, "relu", [], r)
             z = ops.act(ops.linear(z.permute(0, 2, 3, 1), p[6][:, :, 0, 0], bias[1], r), "gelu", [], r)
             out = z.float().square().sum()
             if inside:
@@ -958,12 +991,12 @@ def test_dear_under_torch_checkpoint(reentrant):
     from torch.utils.checkpoint import checkpoint
 
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
-    z = dear(x, p[0], 1)  # before, inside and after
+    z = expensive(x, p[0], 1)  # before, inside and after
     z = checkpoint(lambda z: all_again(z, p, True), ops.act(z, "silu", [], 1), use_reentrant=reentrant)
-    ops.act(dear(z, p[3], 1), "gelu", [], 1).square().sum().backward()
+    ops.act(expensive(z, p[3], 1), "gelu", [], 1).square().sum().backward()
     actual = [t.grad.clone() for t in p]
-    z = all_again(ops.act(dear(x, p[0], 0), "silu", [], 0), p, False)
-    assert_equal(actual, torch.autograd.grad(ops.act(dear(z, p[3], 0), "gelu", [], 0).square().sum(), p))
+    z = all_again(ops.act(expensive(x, p[0], 0), "silu", [], 0), p, False)
+    assert_equal(actual, torch.autograd.grad(ops.act(expensive(z, p[3], 0), "gelu", [], 0).square().sum(), p))
 
 
 def test_dear_under_saved_tensor_hooks():
@@ -972,21 +1005,21 @@ def test_dear_under_saved_tensor_hooks():
     with torch.autograd.graph.save_on_cpu():
         out = all_again(x, p, True)
     assert_equal(torch.autograd.grad(out.square().sum(), p), expected)
-    y = dear(x, p[0], 1)  # offered before the hooks
+    y = expensive(x, p[0], 1)  # offered before the hooks
     with torch.autograd.graph.save_on_cpu():
         out = ops.act(y, "silu", [], 1)
-    assert_equal(torch.autograd.grad(out.sum(), p[0]), torch.autograd.grad(ops.act(dear(x, p[0], 0), "silu", [], 0).sum(), p[0]))
+    assert_equal(torch.autograd.grad(out.sum(), p[0]), torch.autograd.grad(ops.act(expensive(x, p[0], 0), "silu", [], 0).sum(), p[0]))
 
 
 def test_dear_second_derivatives_are_refused_by_name():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
-    out = dear(ops.act(dear(x, p[0], 1), "silu", [], 1), p[3], 1)
+    out = expensive(ops.act(expensive(x, p[0], 1), "silu", [], 1), p[3], 1)
     (g,) = torch.autograd.grad(out.square().sum(), p[3], create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(g.sum(), p[0])
-    # Nothing is made again for a convolution alone, which is differentiable as ever.
+    # Nothing is recomputed for a convolution alone, which is differentiable as ever.
     small = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 5, 5), (2, 2, 3, 3))]
-    assert torch.autograd.gradgradcheck(lambda x, w: dear(x, w, 1), small)
+    assert torch.autograd.gradgradcheck(lambda x, w: expensive(x, w, 1), small)
 
 
 def test_dear_gradcheck():
@@ -1024,7 +1057,7 @@ def test_instance_norm_of_a_dear_output():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def run(r):
-        z = ops.instance_norm_act(dear(x, p[0], r), p[1], p[2], None, None, True, 0.1, 1e-5, True, "relu", [], r)
-        return ops.act(dear(z, p[3], r), "silu", [], r).square().sum()
+        z = ops.instance_norm_act(expensive(x, p[0], r), p[1], p[2], None, None, True, 0.1, 1e-5, True, "relu", [], r)
+        return ops.act(expensive(z, p[3], r), "silu", [], r).square().sum()
 
     assert_equal(*(torch.autograd.grad(run(r), (x, *p[:4])) for r in (1, 0)))

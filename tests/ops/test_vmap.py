@@ -1,4 +1,4 @@
-"""torch.func over the ops: PyTorch's own operators run under vmap, and second derivatives of activations are stock's."""
+"""torch.func over the ops: PyTorch's own operators run under vmap, and second derivatives of activations are PyTorch's."""
 import pytest
 import torch
 from torch import nn

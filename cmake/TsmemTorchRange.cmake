@@ -1,0 +1,12 @@
+# Stops where TSMEM_TORCH is none of the minor versions from the oldest to the newest of python/torch-versions.txt.
+file(STRINGS ${PROJECT_SOURCE_DIR}/python/torch-versions.txt _versions REGEX "^[0-9]")
+set(_range "")
+foreach(line ${_versions})
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" _minor "${line}")
+  list(APPEND _range ${_minor})
+endforeach()
+list(GET _range 0 _oldest)
+list(GET _range 1 _newest)
+if(TSMEM_TORCH_MINOR VERSION_LESS _oldest OR TSMEM_TORCH_MINOR VERSION_GREATER _newest)
+  message(FATAL_ERROR "TSMEM_TORCH='${TSMEM_TORCH}' is torch ${TSMEM_TORCH_VERSION}; tsmem works with ${_oldest} to ${_newest}: install one of these.")
+endif()

@@ -1,0 +1,391 @@
+"""torch.compile(backend="tsmem"): eager models against themselves, in float64, over several calls."""
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import allocator
+import tsmem
+
+SMALL = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+def conv_block(inputs, outputs):
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 1, 1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop, self.head = conv_block(3, 8), conv_block(8, 8), nn.Dropout(0.2), nn.Linear(8, 5)
+
+    def end(self, y):
+        return self.head(self.drop(y).mean([2, 3]))
+
+    def forward(self, x):
+        return self.end(self.b(self.a(x)))
+
+
+class NoGrad(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.a(x)
+        return self.end(self.b(y))
+
+
+class AutocastInside(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(self.a(x))
+        return self.head(y.float().mean([2, 3]))
+
+
+class CastInAutocast(Net):
+    """.float() of what autocast makes bfloat16, traced where it is float32."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.b(self.a(x)).float().mean([2, 3])).float()
+
+
+class Checkpoint(Net):
+    def forward(self, x):
+        return self.end(self.b(checkpoint(self.a, x, use_reentrant=False)))
+
+
+class Aliases(Net):
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return y.flatten(1)[:, ::2], y.view(-1), x, x.transpose(2, 3)
+
+
+class Mutations(Net):
+    def forward(self, x):
+        y = x + 0
+        z = y + 1
+        y.mul_(2)
+        self.a[1].running_mean.mul_(0.5)
+        q = self.b(self.a(y)) * 2
+        r = q + 1
+        q.add_(3)
+        return z.sum(), q, r
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad * ctx.saved_tensors[0].cos()  # not the derivative: who traces through it is found out
+
+
+class OwnFunction(Net):
+    def forward(self, x):
+        return self.end(self.b(Sine.apply(self.a(x))))
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Conv2d(8, 8, 3, 1, 1)
+        self.c.weight = self.b[0].weight
+
+    def forward(self, x):
+        return self.end(self.c(self.b(self.a(x))))
+
+
+class Various(Net):
+    def forward(self, x):
+        y = self.b(self.a(x))
+        q = y.flatten(2)
+        a = torch.einsum("bct,bdt->bcd", q, q).softmax(-1)
+        first, second = q.chunk(2, -1)
+        return (self.head((a @ q).mean(-1)), y.std(), torch.where(y > 0, y, -y).amax((2, 3)), F.interpolate(y, scale_factor=2, mode="bilinear").mean(),
+                F.group_norm(y, 2).mean(), torch.topk(q, 2, -1).values, torch.cat([second, first], -1), q[:, [0, 2]], torch.tensor([2.0]).to(y) * y.sum())
+
+
+class Loop(Net):
+    def forward(self, x):
+        return torch.cat([self.b(self.a(x[i : i + 1])) for i in range(x.shape[0])]).mean((2, 3))
+
+
+class GraphBreak(Net):
+    def forward(self, x):
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.end(self.b(y))
+
+
+class UnusedDraw(Net):
+    """Eager draws a dropout's numbers whether anything uses them or not."""
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        F.dropout(y, 0.5, True)
+        return self.end(y)
+
+
+class NothingDropped(Net):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+
+class UnusedNorm(Net):
+    def forward(self, x):
+        y = self.a(x)
+        self.b(y)
+        return self.end(y)
+
+
+class Keywords(Net):
+    def forward(self, *, images, scale=1.0):
+        return {"scores": self.end(self.b(self.a(images["x"]))) * scale, "more": [images["x"] * 2]}
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[conv_block(3 if i == 0 else 8, 8) for i in range(6)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def training_steps(model, function, inputs, calls=4, after=None):
+    """Outputs, gradients, buffers, and the generator's state, of a few training steps."""
+    got, loss = [], allocator.Loss()
+    for i in range(calls):
+        torch.manual_seed(i)
+        given = inputs[i % len(inputs)].clone().requires_grad_()
+        model.zero_grad()
+        output = function(given)
+        loss = allocator.Loss()
+        loss(output).backward()
+        got += [t.detach().clone() for t in allocator.floating(output)] + [given.grad]
+        got += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        got += [torch.rand(3).double()] + [b.clone().double() for b in model.buffers()]
+        if after is not None:
+            after(model, i)
+    return got
+
+
+def compare(ours, theirs, tolerance=1e-9):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def compiled(model, strict=True, dynamic=False, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="tsmem", dynamic=dynamic, options={"strict": strict, **options})
+
+
+def check(model, inputs=(SMALL,), calls=4, after=None, call=lambda f, x: f(x), tolerance=1e-9, dtype=torch.float64, **how):
+    model = model.to(dtype)
+    reference = copy.deepcopy(model)
+    inputs = [x.to(dtype) for x in inputs]
+    expected = training_steps(reference, lambda x: call(reference, x), inputs, calls, after)
+    function = compiled(model, **how)
+    compare(training_steps(model, lambda x: call(function, x), inputs, calls, after), expected, tolerance)
+
+
+def saved_bytes(model, function, x):
+    allocator.prepare(model)
+    return allocator.memory(function, [x], warmup=2).saved
+
+
+MODELS = [Net, NoGrad, Checkpoint, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+def test_numbers(model):
+    check(model())
+
+
+@pytest.mark.parametrize("model", [Net, Mutations, Various], ids=lambda m: m.__name__)
+def test_single_precision(model):
+    check(model(), dtype=torch.float32, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("model", [AutocastInside, CastInAutocast], ids=lambda m: m.__name__)
+def test_autocast_inside(model):
+    check(model(), dtype=torch.float32, tolerance=5e-2)
+
+
+def test_autocast_around():
+    def call(f, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return f(x)
+
+    check(Net(), call=call, dtype=torch.float32, tolerance=5e-2)
+
+
+def test_autocast_gives_the_dtypes_of_eager():
+    model = CastInAutocast()
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for f in (model, compiled(model)):
+            seen.append(f(SMALL).dtype)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_dynamic_shapes(dynamic):
+    check(Net(), [SMALL, torch.randn(5, 3, 12, 12), torch.randn(7, 3, 16, 16)], dynamic=dynamic)
+
+
+def test_channels_last():
+    check(Net().to(memory_format=torch.channels_last), [SMALL.contiguous(memory_format=torch.channels_last)])
+
+
+def test_training_flags_and_frozen_parts_change():
+    def after(model, call):
+        model.train(call % 2 == 1)
+        model.a[0].weight.requires_grad_(call < 2)
+
+    check(Net(), calls=4, after=after)
+
+
+def test_no_grad_and_inference_calls():
+    model = Net().double().eval()
+    function = compiled(model)
+    x = SMALL.double()
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), model(x))
+    torch.testing.assert_close(function(x), model(x))
+
+
+def test_keywords_and_dicts():
+    check(Keywords(), call=lambda f, x: f(images={"x": x}, scale=2.0))
+
+
+def test_functional_call():
+    model = Net().double()
+    function = compiled(model)
+    weights = {k: v.detach().clone().mul(1.5).requires_grad_() if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+    results = []
+    for f in (model, function):
+        torch.manual_seed(0)
+        given = {k: v.detach().clone().requires_grad_(v.is_floating_point() and k in dict(model.named_parameters())) for k, v in weights.items()}
+        out = torch.func.functional_call(f, given if f is model else {f"_orig_mod.{k}": v for k, v in given.items()}, (SMALL.double(),))
+        out.square().sum().backward()
+        results.append([out.detach()] + [v.grad for v in given.values() if v.grad is not None])
+    compare(*results)
+
+
+def test_module_compile_and_blocks_that_share_a_graph():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return F.relu(self.norm(self.conv(x)) + x)
+
+    model = nn.Sequential(*[Block() for _ in range(3)]).double()
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model:
+        block.compile(backend="tsmem", options={"strict": True})
+    inputs = [SMALL.double()]
+    compare(training_steps(model, model, inputs), training_steps(reference, reference, inputs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_saves_what_the_scripted_model_saves():
+    model = Net()
+    x = torch.randn(8, 3, 64, 64)
+    scripted = tsmem.rewrite(torch.jit.script(copy.deepcopy(model)))
+    eager, ours, theirs = (saved_bytes(m, f, x) for m, f in ((model, model), (model, compiled(model)), (scripted, scripted)))
+    assert ours <= 1.001 * theirs
+    assert ours < 0.6 * eager
+
+
+def test_module_and_pattern_options(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        compiled(Net(), module="a.*", only=["bn-act"])(SMALL)
+    assert "1 bn-act" in caplog.text and "conv" not in caplog.text
+
+
+def test_says_what_was_found(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        compiled(Net())(SMALL)
+    assert "2 bn-act" in caplog.text and "2 conv" in caplog.text
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"levle": "ops"}, "did you mean 'level'?"), ({"level": "all"}, "use ops, regions or plan"), ({"only": ["conv-bn"]}, "there is no pattern"),
+    ({"checkpoint": ["a"]}, "torch.utils.checkpoint"), ({"module": "nothing.*"}, "no module matches"), ({"budget": "1KiB"}, "smallest possible budget"),
+])
+def test_wrong_options_are_told(options, words):
+    with pytest.raises(Exception, match=words.replace("?", r"\?")):
+        compiled(Net(), **options)(SMALL)
+
+
+def test_a_budget():
+    model, x = Chain(), torch.randn(4, 3, 64, 64)
+    allocator.keep_freed_memory()
+    allocator.prepare(model)
+    peaks = [allocator.memory(f, [x], warmup=2).peak for f in (model, compiled(model, budget="60%"))]
+    assert peaks[1] <= 0.62 * peaks[0]
+    check(Chain(), [x], budget="70%")
+
+
+def test_a_transform_of_torch_func_stays_eager(caplog):
+    def f(x):
+        return torch.func.grad(lambda y: y.sin().sum())(x)
+
+    torch._dynamo.reset()
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    with caplog.at_level(logging.WARNING, "tsmem"):
+        torch.testing.assert_close(torch.compile(f, backend="tsmem")(x), x.cos())
+
+
+DDP = """
+import os, sys, copy, torch, torch.nn as nn, torch.distributed as dist, tsmem
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 4)).double()
+def steps(model, f):
+    torch.manual_seed(1 + int(sys.argv[1]))
+    for _ in range(3):
+        model.zero_grad()
+        f(torch.randn(2, 3, 8, 8, dtype=torch.float64)).square().mean().backward()
+    return [p.grad for p in model.parameters()] + list(model.buffers())
+wrap = nn.parallel.DistributedDataParallel
+plain, ours = wrap(copy.deepcopy(net)), wrap(copy.deepcopy(net))
+for a, b in zip(steps(plain, plain), steps(ours, torch.compile(ours, backend="tsmem", options={"strict": True}))):
+    torch.testing.assert_close(a, b)
+print("equal")
+dist.destroy_process_group()
+"""
+
+
+def test_data_parallel():
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [subprocess.Popen([sys.executable, "-c", DDP, str(r), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=240)
+        assert rank.returncode == 0 and "equal" in out, err[-2000:]
+
+
+def test_without_importing_tsmem():
+    code = "import torch; m = torch.nn.Linear(3, 3); print(torch.compile(m, backend='tsmem')(torch.randn(2, 3)).shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "[2, 3]" in done.stdout, done.stderr
