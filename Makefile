@@ -1,7 +1,7 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
-# make test    every test; and with the oldest torch of the range the C++ tests, loading, training and the examples
-# make test-oldest   every test with the oldest torch, in .venv-2.11 and build-2.11
+# make test    every test with the default torch; and with the other end of its range (.venv-2.15, build-2.15) the C++ tests, loading, training, examples
+# make test-oldest, make test-newest   every test with the oldest torch, or with the newest
 # make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
 # make hostile SEEDS=0:2000   every command on that many damaged and hostile files (hours; tests/hostile)
@@ -11,13 +11,16 @@
 # TSMEM_TORCH=/path/to/site-packages/torch uses that torch in place of the one that set-up installs into .venv, and no other.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+# The minor versions of torch: of .venv and build/, of the other end of the range, and which of them is the oldest.
+DEFAULT := $(shell sed -n 's/^\([0-9]*\.[0-9]*\)\..* default$$/\1/p' python/torch-versions.txt)
+OTHER := $(shell sed -n '/ default$$/d; s/^\([0-9]*\.[0-9]*\)\..*/\1/p' python/torch-versions.txt)
 OLDEST := $(shell grep -m1 -o '^[0-9]*\.[0-9]*' python/torch-versions.txt)
 # Relative paths in ccache's keys: the wheel's build finds what build/ has compiled.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build build-oldest demo test test-newest test-oldest test-oldest-part wheel fuzz sanitize tsan hostile bench setup clean format tidy
+.PHONY: build build-other demo test test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -29,34 +32,38 @@ build: setup
 demo: build
 	@$(PYTHON) examples/demo.py
 
-# Without CUDA, which halves its time: the kernels for it are the newest's.
-build-oldest:
-	@cmake/setup.sh oldest
-	@torch=$$(echo $(CURDIR)/.venv-$(OLDEST)/lib/python3*/site-packages/torch); \
-	cmake -S . -B build-$(OLDEST) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OLDEST).log || \
-	  { cat build/configure-$(OLDEST).log; exit 1; }
-	@cmake --build build-$(OLDEST)
+# Without CUDA, which halves its time: its kernels know nothing of torch.
+build-other:
+	@cmake/setup.sh other
+	@torch=$$(echo "$(CURDIR)"/.venv-$(OTHER)/lib/python3*/site-packages/torch); \
+	cmake -S . -B build-$(OTHER) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OTHER).log || \
+	  { cat build/configure-$(OTHER).log; exit 1; }
+	@cmake --build build-$(OTHER)
 
 # Every part runs, whatever those before it say. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
 tests = failed=0; \
 	ctest --test-dir $(2) --output-on-failure || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
-	TSMEM_OPS=$(CURDIR)/$(2)/lib/libtsmem_ops.so TSMEM_BIN=$(CURDIR)/$(2)/bin/tsmem $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
+	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]
 
 test:
-	@failed=0; $(MAKE) --no-print-directory test-newest || failed=1; \
-	[ -n "$$TSMEM_TORCH" ] || $(MAKE) --no-print-directory test-oldest-part || failed=1; \
+	@failed=0; $(MAKE) --no-print-directory test-default || failed=1; \
+	[ -n "$$TSMEM_TORCH" ] || $(MAKE) --no-print-directory test-other-part || failed=1; \
 	[ $$failed -eq 0 ]
 
-test-newest: build
+test-default: build
 	@$(call tests,$(PYTHON),build,tests)
 
-test-oldest: build-oldest
-	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OLDEST)/bin/python,build-$(OLDEST),tests)
+test-other: build-other
+	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),tests)
 
-# Does every part of the code that knows versions work: loading, a file of another version, training in every way, the examples.
-test-oldest-part: build-oldest
-	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OLDEST)/bin/python,build-$(OLDEST),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py))
+# What knows versions: loading, files of another version, training in every way, the examples.
+test-other-part: build-other
+	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py))
+
+test-oldest: $(if $(filter $(OLDEST),$(DEFAULT)),test-default,test-other)
+
+test-newest: $(if $(filter $(OLDEST),$(DEFAULT)),test-other,test-default)
 
 wheel: setup
 	@$(PYTHON) cmake/wheel/make_wheel.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
-#   cmake/setup.sh           .venv with the newest torch that tsmem is tested with, or that of TSMEM_TORCH
-#   cmake/setup.sh oldest    .venv-2.11 (or what the oldest is) with the oldest
+#   cmake/setup.sh           .venv with the default torch of python/torch-versions.txt, or that of TSMEM_TORCH
+#   cmake/setup.sh other     .venv-2.15 (or what the other is) with the other one there
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build
@@ -30,16 +30,17 @@ else
   for tool in cmake ninja g++; do command -v "$tool" >/dev/null || die "'$tool' is missing; install what Debian calls: ${packages[*]}"; done
 fi
 
-# The versions of torch and torchvision, oldest and newest.
-mapfile -t versions < <(grep '^[0-9]' python/torch-versions.txt)
-read -r oldest oldest_vision <<<"${versions[0]}"
-read -r torch vision <<<"${versions[1]}"
 minor_of() { echo "$1" | cut -d. -f1,2; }
+mapfile -t versions < <(grep '^[0-9]' python/torch-versions.txt)
+oldest=${versions[0]%% *} newest=${versions[1]%% *}
 venv=.venv
-case "${1:-newest}" in
-  newest) ;;
-  oldest) torch=$oldest vision=$oldest_vision venv=.venv-$(minor_of "$oldest") TSMEM_TORCH="" ;;
-  *) die "'$1' is neither 'newest' nor 'oldest'." ;;
+case "${1:-default}" in
+  default) read -r torch vision _ < <(grep '^[0-9].* default$' python/torch-versions.txt) ;;
+  other)
+    read -r torch vision < <(grep '^[0-9]' python/torch-versions.txt | grep -v ' default$')
+    venv=.venv-$(minor_of "$torch") TSMEM_TORCH=""
+    ;;
+  *) die "'$1' is neither 'default' nor 'other'." ;;
 esac
 
 # Python. With TSMEM_TORCH the environment is made from the Python which that torch is installed for, and finds torch there.
@@ -47,8 +48,8 @@ site=""
 if [ -n "${TSMEM_TORCH:-}" ]; then
   [ -f "$TSMEM_TORCH/lib/libtorch_cpu.so" ] || die "TSMEM_TORCH='$TSMEM_TORCH' has no lib/libtorch_cpu.so; it must name the torch folder in site-packages."
   version=$(sed -n "s/^__version__ = '\([^']*\)'.*/\1/p" "$TSMEM_TORCH/version.py")
-  [ "$(printf '%s\n' "$(minor_of "$oldest")" "$(minor_of "$version")" "$(minor_of "$torch")" | sort -V | sed -n 2p)" = "$(minor_of "$version")" ] ||
-    die "TSMEM_TORCH='$TSMEM_TORCH' is torch $version; tsmem works with $(minor_of "$oldest") to $(minor_of "$torch"): install one of these."
+  [ "$(printf '%s\n' "$(minor_of "$oldest")" "$(minor_of "$version")" "$(minor_of "$newest")" | sort -V | sed -n 2p)" = "$(minor_of "$version")" ] ||
+    die "TSMEM_TORCH='$TSMEM_TORCH' is torch $version; tsmem works with $(minor_of "$oldest") to $(minor_of "$newest"): install one of these."
   site=$(dirname "$(realpath "$TSMEM_TORCH")")
   [ "$site" != "$(realpath -m "$venv")/lib/$(basename "$(dirname "$site")")/site-packages" ] || site=""  # .venv's own
 fi
@@ -79,7 +80,7 @@ if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
   if [ -f $stamp ] && [ "$(sed 's/;.*//' $stamp)" != "${state%%;*}" ]; then rm -rf $venv; fi
   [ -x $venv/bin/python ] || "$python" -m venv $venv || die "could not make $venv with $python."
   packages_dir=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-  # `import tsmem` takes the package from python/, and the package finds the library in build/ or build-2.11/.
+  # `import tsmem` takes the package from python/, and the package finds the library in build/ or build-2.15/.
   { realpath python; [ -z "$site" ] || echo "$site"; } >"$packages_dir/tsmem-build.pth"
   # What an installed package tells torch.compile: the backend's name.
   mkdir -p python/tsmem.egg-info

@@ -9,7 +9,6 @@
 
 #include "ops/traits.h"
 #include "rewriter/pattern_lines.h"
-#include "rewriter/unused_norms.h"
 
 namespace tsmem {
 
@@ -342,7 +341,6 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
-  keep_unused_norms(source, copy);
   number_names(*copy.graph);
   // The check takes seconds for thousands of branches, as each looks at all nodes.
   const auto nodes = copy.graph->nodes();

@@ -307,7 +307,7 @@ class Matcher {
       if (a.ops[i].in_place)
         if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
     if (gives_its_input(anchor) && overwritten(anchor->output()))
-      return fmt::format("{} drops nothing, and its result, which is its argument, is overwritten", name_of(anchor));
+      return fmt::format("where {} drops nothing, its result is its argument, and it is overwritten", name_of(anchor));
     if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
     for (const std::string& name : rule.rule->intact) {
       Attempt kept = a;
@@ -317,12 +317,12 @@ class Matcher {
     return disturbed(a);
   }
 
-  // A dropout with p = 0. TorchScript's own makes a tensor where it differentiates it: what overwrites that may be what
-  // a view must not be given to.
+  // A dropout with p = 0, or in evaluation. TorchScript's own makes a tensor where it differentiates it: what
+  // overwrites that may be what a view must not be given to, or what backward needs of the operator before.
   static bool gives_its_input(const Node* n) {
     if (!is_dropout(n->kind())) return false;
-    const auto p = toIValue(n->input(1));
-    return p && p->isDouble() && p->toDouble() == 0;
+    const auto p = toIValue(n->input(1)), train = toIValue(n->input(2));
+    return (p && p->isDouble() && p->toDouble() == 0) || !(train && train->isBool() && train->toBool());
   }
 
   static bool overwritten(const Value* v) {

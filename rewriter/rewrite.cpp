@@ -132,6 +132,7 @@ struct Result {
   std::vector<Found> found;                                      // of these, what is applied in this method
   std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
   std::shared_ptr<Graph> body;                                   // rewritten; null where nothing was found
+  std::optional<View> body_view;                                 // of the same graph
   std::vector<std::pair<std::string, std::string>> checkpoints;  // (module, method) of the calls in it that run again
 };
 
@@ -332,6 +333,14 @@ MatchesOf matches_of(const Results& results) {
   };
 }
 
+// Of these, what is not left out: what is never applied there is no reason to inline a call.
+MatchesOf allowed_matches_of(const Results& results) {
+  return [&results](const c10::ClassType* type, const std::string& name) {
+    auto it = results.find({type, name});
+    return it == results.end() ? nullptr : &it->second.allowed;
+  };
+}
+
 // Phase 3: of the matches, those that are allowed, and why others are not.
 void assign(const Selection& selection, const Scopes& scopes, Results& results) {
   for_each_result(selection, results, [&](const ModuleClass& c, const Function& f, Result& result) {
@@ -386,13 +395,13 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     if (inline_all)
       for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
-                              matches_of(results));
+                              allowed_matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
     // What keeps such a norm stands right behind it (keep_unused_norms).
     if (!result.around_unused.empty()) {
       result.inlined.merge(std::unordered_set(result.around_unused));
       a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
-                                matches_of(results));
+                                allowed_matches_of(results));
     }
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
@@ -404,6 +413,10 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
 void checkpoint_in(const View& body, const ModuleClass& c, const Selection& selection, const Scopes& scopes,
                    Result& result) {
   result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
+    // TorchScript's casts end at an operator that calls a method.
+    if (const auto type = call->input(0)->type()->cast<c10::ClassType>();
+        type && selection.in_autocast.count({type.get(), call->s(attr::name)}))
+      return false;
     const Place& place = body.places.at(call);
     const auto scope = scopes.all.find({place.scope, place.node, -1});
     if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
@@ -429,16 +442,29 @@ std::vector<Site> build(const Module& module, const Selection& selection, Scopes
       const auto it = results.find(method);
       if (it == results.end()) continue;
       Result& result = it->second;
-      const Applied applied = apply_in(*f, result, selection, scopes, results, recompute);
+      Applied applied = apply_in(*f, result, selection, scopes, results, recompute);
       if (!applied.body) continue;
       for (const Found* found : applied.choice.matches) result.found.push_back(*found);
       if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
         checkpoint_in(*applied.body, c, selection, scopes, result);
       if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;
       result.body = applied.body->graph;
-      result.body->lint();
+      result.body_view = std::move(applied.body);
     }
   }
+  // What runs of a body depends on all that it calls.
+  const auto body_of = [&](const Node* call) {
+    if (call->kind() == prim::CallMethod)
+      if (const auto type = call->input(0)->type()->cast<c10::ClassType>())
+        if (const auto it = results.find({type.get(), call->s(attr::name)}); it != results.end() && it->second.body)
+          return it->second.body;
+    return callee(call);
+  };
+  for_each_result(selection, results, [&](const ModuleClass&, const Function& f, Result& result) {
+    if (!result.body) return;
+    keep_unused_norms(*function_graph(const_cast<Function*>(&f)), *result.body_view, body_of);
+    result.body->lint();
+  });
   return sites;
 }
 
@@ -501,7 +527,7 @@ std::vector<Refusal> not_checkpointed(const Selection& selection, const Calls& r
       refuse(path, wrapped.count(path) ? "one of its calls is not wrapped, as nothing uses its result"
                                        : "it is not wrapped, as nothing uses the result of its call");
     else if (in_autocast.count(path) && !wrapped.count(path))
-      refuse(path, "it is not wrapped, as it is called inside an autocast block of the model's own code");
+      refuse(path, "it is not wrapped, as its method is called inside an autocast block of the model's own code");
     else if (!wrapped.count(path))
       refuse(path, calls_inside(path) ? fmt::format("nothing calls it itself; '{}.*' names the modules in it", path)
                                       : "it is not wrapped, as no method that is rewritten calls it");

@@ -92,8 +92,7 @@ static Level level_of(Options& o) {
   throw Error(ErrorKind::request, fmt::format("level='{}' is not known; use ops, regions or plan.", name));
 }
 
-// The user's own, of all files that are named.
-static std::vector<Pattern> patterns(Options& o) {
+std::vector<Pattern> patterns(Options& o) {
   std::vector<Pattern> all;
   for (const std::string& file : o.texts("patterns"))
     for (Pattern& p : read_patterns(file)) all.push_back(std::move(p));

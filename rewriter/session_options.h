@@ -9,6 +9,7 @@
 
 #include "rewriter/plan/planner.h"
 #include "tsmem/error.h"
+#include "tsmem/pattern.h"
 #include "tsmem/rewrite.h"
 
 namespace tsmem {
@@ -56,6 +57,8 @@ struct Run {
   std::vector<c10::IValue> inputs(const c10::IValue& examples, const std::string& on) const;
 };
 
+// The user's own patterns, of all files that are named.
+std::vector<Pattern> patterns(Options& o);
 RewriteOptions rewriting(Options& o, const Run& run);
 PlanOptions planning(Options& o, const Run& run);
 PlanRequest plan_request(Options& o, const Run& run);

@@ -59,9 +59,10 @@ static std::vector<const Node*> path_of(const Place& place) {
 // The norms that are still there when the first call runs: what TorchScript does with a method's graph
 // (preoptimizeGraph in torch/csrc/jit/api/function_impl.cpp) and the profiling executor with that
 // (runProfilingInsensitiveOptimizations in torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
-static std::set<std::vector<const Node*>> run_by_torchscript(const Graph& source) {
+static std::set<std::vector<const Node*>> run_by_torchscript(const Graph& source, const BodyOf& body_of) {
   Scopes scopes;
-  View view = copy_graph(source, scopes, [](const Scope* s) { return s->branch < 0; });
+  View view = copy_graph(
+      source, scopes, [](const Scope* s) { return s->branch < 0; }, body_of);
   PeepholeOptimize(view.graph, /*disable_shape_peepholes=*/true);
   ConstantPropagationImmutableTypes(view.graph);
   ConstantPooling(view.graph);
@@ -80,10 +81,10 @@ static std::set<std::vector<const Node*>> run_by_torchscript(const Graph& source
   return paths;
 }
 
-void keep_unused_norms(const Graph& source, View& body) {
+void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of) {
   const auto unused = unused_norms(*body.graph);
   if (unused.empty()) return;
-  const auto run = run_by_torchscript(source), run_in_body = run_by_torchscript(*body.graph);
+  const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
   const Symbol keep = Symbol::fromQualString("tsmem::keep");
   for (Node* n : unused)
     if (!run_in_body.count({n}) && run.count(path_of(body.places.at(n))))

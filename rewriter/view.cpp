@@ -86,6 +86,7 @@ struct Copier {
   View& view;
   Scopes& scopes;
   const std::function<bool(const Scope*)>& inlines;
+  const BodyOf& body_of;
   std::unordered_map<const Value*, IValue> known;  // values of the copy that are constants, beyond prim::Constant
 
   using Map = std::unordered_map<const Value*, Value*>;
@@ -158,7 +159,7 @@ struct Copier {
 
   void copy_node(Node* n, Block* to, Map& map, const Scope* scope) {
     if (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction) {
-      if (auto graph = callee(n)) {
+      if (auto graph = body_of(n)) {
         const Scope* inner_scope = scopes.enter(scope, n, -1, map.at(n->input(0)));
         if (inlines(inner_scope)) {
           Map inner;
@@ -207,9 +208,10 @@ struct Copier {
 
 }  // namespace
 
-View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines) {
+View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
+                const BodyOf& body_of) {
   View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}};
-  Copier copier{view, scopes, inlines, {}};
+  Copier copier{view, scopes, inlines, body_of, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
   copier.copy_block(source.block(), view.graph->block(), map, nullptr);

@@ -61,9 +61,6 @@ struct View {
   std::unordered_set<const Node*> unused;  // norms that may go, and what only these use
 };
 
-// Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
-View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines);
-
 // Whether a norm goes too whose result nothing uses but which updates its running statistics. TorchScript drops some of
 // these, most of them from the second call on: who needs to know what may run lets them stay.
 enum class UnusedNorms { go, stay };
@@ -75,6 +72,11 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
 // The graph of the method or function that a prim::CallMethod or prim::CallFunction runs; null where that isn't known
 // before run time (interfaces, hooks, built-in functions).
 std::shared_ptr<Graph> callee(const Node* call);
+using BodyOf = std::function<std::shared_ptr<Graph>(const Node* call)>;
+
+// Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
+View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
+                const BodyOf& body_of = callee);
 
 // Whether n begins or ends a `with autocast` block of the model's own code.
 bool borders_autocast(const Node* n);

@@ -166,6 +166,25 @@ def test_checkpoint_of_what_is_not_wrapped(tmp_path):
         assert refused.keys() == said.keys() and all(reason in refused[module] for module, reason in said.items())
 
 
+class CallInAutocast(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x)
+
+
+def test_checkpoint_of_a_call_in_an_autocast_block(tmp_path):
+    """TorchScript's casts would end at the operator that calls the method: the result would be float32."""
+    torch.jit.script(CallInAutocast()).save(str(tmp_path / "model.pt"))
+    done = run("rewrite", tmp_path / "model.pt", "-o", tmp_path / "out.pt", "--checkpoint", "block", "--input", "2x4")
+    assert done.returncode == 0, done.stderr
+    assert "--checkpoint block: it is not wrapped, as its method is called inside an autocast block" in done.stdout
+    assert torch.jit.load(str(tmp_path / "out.pt"))(torch.randn(2, 4)).dtype == torch.bfloat16
+
+
 class OnlyAnUnusedCall(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -174,6 +193,18 @@ class OnlyAnUnusedCall(torch.nn.Module):
     def forward(self, x):
         self.block(x)
         return x.cos()
+
+
+class NothingButAnAutocastBlock(torch.nn.Module):
+    """What its linear layer's own code has a match for is left out, so its call stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, track_running_stats=False)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.norm(self.linear(x))
 
 
 def test_what_is_written_is_said(tmp_path):
@@ -187,6 +218,9 @@ def test_what_is_written_is_said(tmp_path):
         return done.stdout.splitlines()[-1], same
 
     line, same = last_line(tmp_path / "model.pt", "--only", "conv")
+    assert line.startswith("Written unchanged") and same
+    torch.jit.script(NothingButAnAutocastBlock()).save(str(tmp_path / "autocast.pt"))
+    line, same = last_line(tmp_path / "autocast.pt")
     assert line.startswith("Written unchanged") and same
     line, same = last_line(tmp_path / "model.pt", "--only", "conv", "--checkpoint", "block")
     assert "unchanged" in line if same else "calls are inlined and nothing else" in line

@@ -152,6 +152,35 @@ class Keywords(Net):
         return {"scores": self.end(self.b(self.a(images["x"]))) * scale, "more": [images["x"] * 2]}
 
 
+class Decoder(nn.Module):
+    """Causal attention with rotary positions, RMS norms and SwiGLU, over integer tokens."""
+
+    def __init__(self, width=32, heads=4, blocks=2):
+        super().__init__()
+        self.heads, self.embed, self.out = heads, nn.Embedding(50, width), nn.Linear(width, 50, bias=False)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "norm": nn.RMSNorm(width), "qkv": nn.Linear(width, 3 * width, bias=False), "o": nn.Linear(width, width, bias=False),
+            "norm2": nn.RMSNorm(width), "gate": nn.Linear(width, 2 * width), "up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)}) for _ in range(blocks))
+
+    def rotate(self, x):
+        half = x.shape[-1] // 2
+        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 100 ** (torch.arange(half, dtype=x.dtype) / half)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    def forward(self, x):
+        # The training loop of these tests gives floating-point images: tokens are made of them, and a part stays differentiable.
+        tokens = (x.detach().abs() * 10).long().flatten(1)[:, :24] % 50
+        y = self.embed(tokens) + x.flatten(1)[:, :24, None]
+        for block in self.blocks:
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in block["qkv"](block["norm"](y)).chunk(3, -1))
+            attended = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+            y = y + block["o"](attended.transpose(1, 2).flatten(2))
+            z = block["norm2"](y)
+            y = y + block["down"](F.silu(block["gate"](z)) * block["up"](z))
+        return self.out(y)
+
+
 class Chain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -204,7 +233,7 @@ def saved_bytes(model, function, x):
     return allocator.memory(function, [x], warmup=2).saved
 
 
-MODELS = [Net, NoGrad, Checkpoint, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm]
+MODELS = [Net, NoGrad, Checkpoint, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
@@ -228,6 +257,19 @@ def test_autocast_around():
             return f(x)
 
     check(Net(), call=call, dtype=torch.float32, tolerance=5e-2)
+
+
+def test_autocast_after_a_call_without():
+    model = CastInAutocast()
+    function = compiled(model)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            torch.manual_seed(0)
+            ours = function(SMALL)
+            torch.manual_seed(0)
+            theirs = model(SMALL)
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
 
 
 def test_autocast_gives_the_dtypes_of_eager():

@@ -32,8 +32,8 @@ def output(done):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    # build-wheel stays, and ccache knows what `make build` compiled.
-    output(run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", folder, "-C", f"build-dir=build-wheel/{MINOR}", ROOT,
+    # The folder stays, beside build/: ccache knows what `make build` compiled.
+    output(run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "-w", folder, "-C", f"build-dir=build-wheel-{MINOR}", ROOT,
                env={"TSMEM_TORCH": str(TORCH)}))
     (made,) = folder.glob("*.whl")
     return made

@@ -320,7 +320,7 @@ def test_resnet(files):
     assert_close(step(double(out), x), step(double(files.model("resnet18")), x))
 
 
-def test_attention_is_made_again(files):
+def test_attention_is_recomputed(files):
     """Fused, or spelled out."""
     spec = "8x3x64x64"
     smallest = set()

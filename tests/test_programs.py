@@ -275,6 +275,14 @@ class OverwritesWhatADropoutOfNothingGives(nn.Module):
         return F.relu6(y, inplace=True) + F.silu(x)
 
 
+class OverwritesWhatADropoutGivesInEvaluation(nn.Module):
+    """TorchScript may keep what is before the dropout, for its own derivative: its dropout makes a tensor, in evaluation too."""
+
+    def forward(self, x):
+        y = F.softplus(torch.sigmoid(x) * x, 2.0, 10.0)
+        return F.relu(F.dropout(y, 0.3, self.training), inplace=True)
+
+
 class UnusedNormOfTheInput(Norm):
     def forward(self, x):
         self.norm(x)
@@ -530,6 +538,7 @@ PROGRAMS = [
     TwoDrawsOfOneAttention,
     UsesCounts,
     UnusedNormInAList,
+    OverwritesWhatADropoutGivesInEvaluation,
     UnusedNormOfTheInput,
     UnusedCall,
     UnusedActivationOfANorm,

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <nlohmann/json.hpp>
 
@@ -132,6 +133,15 @@ TEST(Verify, ChangedGradientAlone) {
   // The same output, and half the gradient.
   expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.tanh(y) * 0.5 + (torch.tanh(y) * 0.5).detach()")),
                  "In float64 in train mode");
+}
+
+TEST(Verify, OtherDtypeOfAnOutput) {
+  auto r = verify(net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(y).double()")), image(), quick());
+  EXPECT_FALSE(r.equal);
+  const std::string text = "output 0 is Double in train mode, the first model's Float.";
+  EXPECT_TRUE(std::any_of(r.differences.begin(), r.differences.end(), [&](const std::string& d) {
+    return d.find(text) != std::string::npos;
+  })) << r.verdict;
 }
 
 TEST(Verify, StatisticsUpdatedTwice) {
@@ -355,6 +365,21 @@ TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
             "float64; 2 calls in train on the inputs given (4x3x130x160 float32) in float32; 1 call each in eval, "
             "no_grad on the inputs given (4x3x130x160 float32) in float32. --thorough compares everything on the "
             "inputs given.");
+}
+
+// Tensors in lists have no smaller version, and are not compared twice.
+TEST(Verify, HurriedTakesListsAsTheyAre) {
+  const auto source =
+      with(kNet, "def forward(self, x):", "def forward(self, xs: List[Tensor]):\n  x = torch.stack(xs)");
+  auto o = quick();
+  o.calls = o.seeds = 0;
+  o.seconds = 1e-3;
+  const auto pixels = image()[0].toTensor();
+  c10::List<at::Tensor> images;
+  for (int64_t i = 0; i < pixels.size(0); ++i) images.push_back(pixels[i]);
+  const auto r = verify(net(source), net(source), std::vector<IValue>{IValue(images)}, o);
+  EXPECT_TRUE(r.equal) << r.verdict;
+  for (const auto& compared : r.compared) EXPECT_TRUE(compared.given);
 }
 
 // A picture of its own size alone: what is behind the flattening has a fixed size.

@@ -97,7 +97,7 @@ def main() -> None:
         for old in part.glob("*.whl"):
             old.unlink()
         print(f"make wheel: building for torch {minor}", flush=True)
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", part, "--config-settings", f"build-dir=build-wheel/{minor}", ROOT,
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", part, "--config-settings", f"build-dir=build-wheel-{minor}", ROOT,
             TSMEM_TORCH=str(torch))
         wheels += part.glob("*.whl")
     for old in out.glob("*.whl"):

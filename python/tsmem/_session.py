@@ -130,7 +130,7 @@ def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
 def plan(module: torch.jit.ScriptModule, **options: Any) -> Report:
     """Peak memory (bytes) against step time (seconds) for every budget, as `tsmem plan --json` writes them.
 
-    Options: input (as for rewrite), points, amp, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.
+    Options: input (as for rewrite), points, amp, patterns, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.
     """
     examples, text = split_options(options)
     return read_report(call_library("plan", _scripted(module), examples, text))

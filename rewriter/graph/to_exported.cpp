@@ -1,3 +1,4 @@
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/ir/constants.h>
@@ -129,15 +130,15 @@ struct Writer {
   // A node of the original, whose operands may have other names.
   void write_again(const Node* n, const json& before) {
     json node = before;
-    const FunctionSchema* schema = is_opaque(n) ? nullptr : n->maybeSchema();
-    const bool by_name = schema && before["target"].get_ref<const std::string&>().starts_with("torch.ops.");
-    if (by_name) {
+    const OperatorOverload op = operator_of(before["target"].get<std::string>());
+    if (!is_opaque(n) && !op.name.empty()) {
+      // TorchScript may have taken another overload, with the same arguments in the same order.
+      const auto& formals = c10::Dispatcher::singleton().findSchema({op.name, op.overload})->schema().arguments();
       for (json& input : node["inputs"]) {
-        size_t at = 0;
-        while (at < schema->arguments().size() && schema->arguments()[at].name() != input["name"]) ++at;
+        const auto formal =
+            std::find_if(formals.begin(), formals.end(), [&](const Argument& a) { return a.name() == input["name"]; });
         std::vector<std::string> found;
-        // An overload with the same arguments under another name: by position.
-        collect(n->input(at < n->inputs().size() ? at : &input - &node["inputs"][0]), found);
+        collect(n->input(formal - formals.begin()), found);
         replace_names(input["arg"], found);
       }
     } else {

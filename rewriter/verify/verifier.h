@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
@@ -29,7 +30,7 @@ inline std::string in_mode(Mode m) {
 
 // Of a method, with all that it calls.
 struct Code {
-  size_t longest = 0;    // operators in one block, of that with the most
+  size_t longest = 0;    // operators that give tensors in one block, of that with the most
   bool dropout = false;  // it draws random numbers, or may do so from a later call on
 };
 
@@ -111,6 +112,8 @@ class Verifier {
   void compare_given(Mode mode, const Run& run, Module& a, Module& b);
   // What is no matter of degree.
   void compare_sides(const Outcome& a, const Outcome& b, Mode mode);
+  // Of the outputs of all calls so far: TorchScript's first calls may give others than its later ones.
+  void compare_dtypes(Mode mode);
   bool same_random(const Outcome& a, const Outcome& b) const;
 
   // judge.cpp
@@ -164,6 +167,7 @@ class Verifier {
   double f64_worst_ = 0;
   bool compared_in_f64_ = false;
   std::map<Mode, bool> draws_by_rounding_;
+  std::map<std::pair<Mode, std::string>, std::set<at::ScalarType>> dtypes_[2];
   std::string first_error_;
   VerifyResult r_;
 };

@@ -47,7 +47,7 @@ def test_equals_stock(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ONE_TENSOR)
-def test_made_again_as_exact_as_stock(name, dtype):
+def test_recomputed_as_exact_as_stock(name, dtype):
     """Where the output may be recomputed some have kernels of ours: not PyTorch's bits, and no further from the truth."""
     args, stock = ONE_TENSOR[name]
 

@@ -188,7 +188,7 @@ def layer(f, again, x, w, blocks=3):
 
 @pytest.mark.parametrize("f", [by_hand, fused])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_made_again_bit_for_bit(f, dtype):
+def test_recomputed_bit_for_bit(f, dtype):
     x = torch.randn(4, 64, 32).to(dtype).requires_grad_()
     w = [(torch.randn(96, 32) / 8).to(dtype).requires_grad_(), (torch.randn(32, 32) / 8).to(dtype).requires_grad_()]
     want = run(lambda x, *w: layer(f, 0, x, w), x, *w)
@@ -197,7 +197,7 @@ def test_made_again_bit_for_bit(f, dtype):
 
 
 @pytest.mark.parametrize("f", [by_hand, fused])
-def test_made_again_keeps_nothing_inside(f):
+def test_recomputed_keeps_nothing_inside(f):
     x = torch.randn(4, 64, 32, requires_grad=True)
     w = [(torch.randn(96, 32) / 8).requires_grad_(), (torch.randn(32, 32) / 8).requires_grad_()]
     kept = {again: live_bytes(lambda: layer(f, again, x, w)) for again in (0, 1)}
@@ -241,7 +241,7 @@ def test_vmap():
 
 
 @pytest.mark.parametrize("f", [by_hand, fused])
-def test_made_again_parts_and_retain_graph(f):
+def test_recomputed_parts_and_retain_graph(f):
     x = torch.randn(4, 64, 32, dtype=torch.float64, requires_grad=True)
     w = [(torch.randn(n, 32, dtype=torch.float64) / 8).requires_grad_() for n in (96, 32)]
     outs = [layer(f, again, x, w) for again in (0, 1)]

@@ -376,7 +376,7 @@ def test_channels_last_is_not_cut():
     compare(ours, stock, x)
 
 
-def test_parts_made_again():
+def test_parts_recomputed():
     ours, _, x = layers("conv2d")
 
     def run(r):

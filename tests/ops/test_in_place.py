@@ -168,7 +168,7 @@ def test_strides():
         assert out.backward(torch.ones_like(out)) is None
 
 
-def test_made_again_in_the_same_strides():
+def test_recomputed_in_the_same_strides():
     """What is recomputed is viewed as the output was, though its operands would give other strides where a dimension has one element."""
     ops = torch.ops.tsmem
     conv = torch.nn.Conv2d(2048, 2048, 1, groups=64).to(memory_format=torch.channels_last)

@@ -118,7 +118,7 @@ def skip(x, p, recompute, between=20):
     return conv(ops.cat([z, early], 1, recompute), p[6].repeat(1, 2, 1, 1))
 
 
-def test_neighbours_share_what_is_made_again():
+def test_neighbours_share_what_is_recomputed():
     p = parameters()
     x = torch.randn(2, 8, 16, 16, dtype=torch.float64, requires_grad=True)
     apply = "tsmem::_batch_norm_act_apply"
@@ -527,7 +527,7 @@ def test_a_kept_activation_makes_its_input_again(name):
         torch.testing.assert_close(a, b)
 
 
-def test_norm_outputs_are_made_again():
+def test_norm_outputs_are_recomputed():
     x = torch.randn(4, 64, 32, requires_grad=True)
     w = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
 
@@ -662,7 +662,7 @@ def bytes_left(f):
 @pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
 @pytest.mark.parametrize("size", (7, 16, 21))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dear_same_bits(dtype, size, layout):
+def test_expensive_same_bits(dtype, size, layout):
     p = [t.detach().to(dtype).requires_grad_() for t in parameters()]
     x = torch.randn(3, 8, size, size).to(dtype).to(memory_format=layout).requires_grad_()
     for _ in range(2):
@@ -678,7 +678,7 @@ def test_every_choice():
 
 
 @pytest.mark.parametrize("frozen", range(6))
-def test_dear_partly_frozen(frozen):
+def test_expensive_partly_frozen(frozen):
     p = parameters()
     for i in range(frozen, 12, 6):
         p[i].requires_grad_(False)
@@ -736,7 +736,7 @@ def test_every_convolution(d, name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", (False, True))
-def test_dear_linear(bias, dtype):
+def test_expensive_linear(bias, dtype):
     torch.manual_seed(0)
     x, w = torch.randn(6, 30, 24).to(dtype).requires_grad_(), [(torch.randn(24, 24) / 5).to(dtype).requires_grad_() for _ in range(3)]
     b = torch.randn(24).to(dtype).requires_grad_() if bias else None
@@ -752,7 +752,7 @@ def test_dear_linear(bias, dtype):
     assert live_bytes(lambda: run(1)) < 1024 < 5 * x.nbytes <= live_bytes(lambda: run(0))
 
 
-def test_dear_is_not_kept():
+def test_expensive_is_not_kept():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     unit = x.nbytes
     assert live_bytes(lambda: all_again(x, p, False)) > 6.9 * unit
@@ -790,7 +790,7 @@ def test_made_once_in_a_pass():
     assert_equal(*(torch.autograd.grad(run(r).square().sum(), [x, *p[:3]]) for r in (1, 0)))
 
 
-def test_dear_retain_graph_and_parts():
+def test_expensive_retain_graph_and_parts():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def grads(r):
@@ -830,7 +830,7 @@ def test_nothing_stays_after_an_error():
     assert_equal(torch.autograd.grad(out, p[3], retain_graph=True), expected)
 
 
-def test_two_losses_on_a_dear_trunk():
+def test_two_losses_on_an_expensive_trunk():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def grads(r):
@@ -844,7 +844,7 @@ def test_two_losses_on_a_dear_trunk():
 
 
 @pytest.mark.parametrize("which", range(6))
-def test_parameter_of_a_dear_chain_changed_in_place(which):
+def test_parameter_of_an_expensive_chain_changed_in_place(which):
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     out = all_again(x, p, True)
     with torch.no_grad():
@@ -908,7 +908,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("user", ("mul", "add", "act"))
-def test_view_of_a_dear_output(user, view):
+def test_view_of_an_expensive_output(user, view):
     """The memory of what was made once is not overwritten by what is made from a view of it."""
     torch.manual_seed(0)
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((32, 16), (24, 16)))
@@ -923,7 +923,7 @@ def test_view_of_a_dear_output(user, view):
     assert_equal(*found)
 
 
-def test_single_sample_of_a_dear_convolution():
+def test_single_sample_of_an_expensive_convolution():
     """Its output is a view of a batch of one."""
     p, x = parameters(), torch.randn(8, 24, 24, dtype=torch.float64, requires_grad=True)
     s = torch.randn(8, 24, 24, dtype=torch.float64, requires_grad=True)
@@ -934,7 +934,7 @@ def test_single_sample_of_a_dear_convolution():
     assert_equal(*(torch.autograd.grad(run(r), (x, s, p[0], p[3])) for r in (1, 0)))
 
 
-def test_dear_output_changed_in_place_is_kept():
+def test_expensive_output_changed_in_place_is_kept():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
     def grads(r):
@@ -947,7 +947,7 @@ def test_dear_output_changed_in_place_is_kept():
     assert_equal(grads(1), grads(0))
 
 
-def test_dear_backward_in_another_thread():
+def test_expensive_backward_in_another_thread():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     out, results = all_again(x, p, True).square().sum(), [None] * 3
 
@@ -965,7 +965,7 @@ def test_dear_backward_in_another_thread():
 
 
 @pytest.mark.parametrize("inside", (False, True))
-def test_dear_under_autocast(inside):
+def test_expensive_under_autocast(inside):
     """Backward runs outside of autocast, or inside it: the same casts either way."""
     p = [t.detach().float().requires_grad_() for t in parameters()]
     x = torch.randn(2, 8, 21, 21, requires_grad=True)
@@ -987,7 +987,7 @@ def test_dear_under_autocast(inside):
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
-def test_dear_under_torch_checkpoint(reentrant):
+def test_expensive_under_torch_checkpoint(reentrant):
     from torch.utils.checkpoint import checkpoint
 
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
@@ -999,7 +999,7 @@ def test_dear_under_torch_checkpoint(reentrant):
     assert_equal(actual, torch.autograd.grad(ops.act(expensive(z, p[3], 0), "gelu", [], 0).square().sum(), p))
 
 
-def test_dear_under_saved_tensor_hooks():
+def test_expensive_under_saved_tensor_hooks():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(all_again(x, p, False).square().sum(), p)
     with torch.autograd.graph.save_on_cpu():
@@ -1011,7 +1011,7 @@ def test_dear_under_saved_tensor_hooks():
     assert_equal(torch.autograd.grad(out.sum(), p[0]), torch.autograd.grad(ops.act(expensive(x, p[0], 0), "silu", [], 0).sum(), p[0]))
 
 
-def test_dear_second_derivatives_are_refused_by_name():
+def test_expensive_second_derivatives_are_refused_by_name():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     out = expensive(ops.act(expensive(x, p[0], 1), "silu", [], 1), p[3], 1)
     (g,) = torch.autograd.grad(out.square().sum(), p[3], create_graph=True)
@@ -1022,13 +1022,13 @@ def test_dear_second_derivatives_are_refused_by_name():
     assert torch.autograd.gradgradcheck(lambda x, w: expensive(x, w, 1), small)
 
 
-def test_dear_gradcheck():
+def test_expensive_gradcheck():
     p = parameters(c=2)
     x = torch.randn(2, 2, 12, 12, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *p: blocks(x.repeat(1, 1, 2, 2), p, [1] * 4), (x, *p[:6]), atol=1e-6, fast_mode=True)
 
 
-def test_dear_scripted_four_calls():
+def test_expensive_scripted_four_calls():
     class M(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -1052,7 +1052,7 @@ def test_dear_scripted_four_calls():
         assert_equal(grads, found[0][0])
 
 
-def test_instance_norm_of_a_dear_output():
+def test_instance_norm_of_an_expensive_output():
     """The norm looks at a view of the convolution's output."""
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
 
