@@ -220,8 +220,8 @@ def test_every_command_takes_programs(archive, tmp_path):
 
 def test_rewrite_verifies_numbers_and_keeps_extra_files(tmp_path):
     model, example = eager("small")
-    torch.export.save(export(model, example()), tmp_path / "m.pt2", extra_files={"labels.txt": "cat"})
-    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2", "--input", "4x3x32x32:f64")
+    torch.export.save(export(model.float(), example().float()), tmp_path / "m.pt2", extra_files={"labels.txt": "cat"})
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2", "--input", "4x3x32x32")
     assert done.returncode == 0 and "Verified" in done.stdout, done.stderr
     extra = {"labels.txt": "", "tsmem.json": ""}
     conftest.load()
