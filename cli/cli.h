@@ -35,6 +35,7 @@ Run add_diff(CLI::App& app, const Common& common);
 Run add_profile(CLI::App& app, const Common& common);
 Run add_verify(CLI::App& app, const Common& common);
 Run add_plan(CLI::App& app, const Common& common);
+Run add_import(CLI::App& app, const Common& common);
 Run add_inspect(CLI::App& app, const Common& common);
 Run add_patterns(CLI::App& app, const Common& common);
 Run add_completion(CLI::App& app, const Common& common);

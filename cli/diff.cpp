@@ -108,7 +108,7 @@ int show_diff(const Options& o, const Common& common) {
 
 Run add_diff(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
-  app.add_option("A.pt", o->a, "A TorchScript file")->required();
+  app.add_option("A.pt", o->a, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("B.pt", o->b, "Another")->required();
   app.add_option("--format", o->format, "text (default), json, or html: one page with both side by side")
       ->check(CLI::IsMember({"text", "json", "html"}));

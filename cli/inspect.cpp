@@ -185,7 +185,7 @@ int inspect_file(const Options& o, const Common& common) {
 
 Run add_inspect(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
-  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("--method", o->method, "This method alone")->type_name("NAME");
   add_patterns_option(app, o->patterns);
   app.add_option("--json", o->json_file, "Write what is found; '-' for standard output")->type_name("FILE");

@@ -35,6 +35,7 @@ const Command commands[] = {
     {"profile", "Measure the memory and time of a training step", add_profile},
     {"verify", "Check that two models give the same numbers", add_verify},
     {"plan", "Show peak memory against step time", add_plan},
+    {"import", "Make a TorchScript model that trains from a program of torch.export", add_import},
     {"inspect", "List modules, parameters, operators, and what would be rewritten", add_inspect},
     {"patterns", "List the rewrite patterns, or explain one", add_patterns},
     {"completion", "Print a completion script for a shell", add_completion},

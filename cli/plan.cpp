@@ -84,7 +84,7 @@ int run(const Options& o, const Common& common) {
 Run add_plan(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
   app.description("Show peak memory against step time, for every budget");
-  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   o->run.add(app);
   o->limits.add(app);
   app.add_option("--points", o->points, "Budgets, from the smallest to the original's peak (default 10)")

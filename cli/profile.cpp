@@ -227,7 +227,7 @@ int run(const Options& o, const Common& common) {
 
 Run add_profile(CLI::App& app, const Common& common) {
   auto o = std::make_shared<Options>();
-  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   o->run.add(app);
   app.add_flag("--eval", o->eval, "In eval mode (default: train mode); backward runs all the same");
   app.add_flag("--input-grad", o->input_grad, "Floating-point inputs need a gradient too");

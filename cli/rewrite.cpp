@@ -306,7 +306,7 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   auto many = [&](const char* name, std::vector<std::string>& to, const char* what, const char* type) {
     return app.add_option(name, to, what)->type_name(type)->allow_extra_args(false);
   };
-  app.add_option("MODEL.pt", o->model, "A TorchScript file")->required();
+  app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
   app.add_option(
          "--level", o->level,

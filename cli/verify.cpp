@@ -71,7 +71,8 @@ int run(const Options& o, const Common& common) {
   options.seed = common.seed;
   options.spent = seconds_since(common.started);
   options.train_mode = o.train || !o.eval;
-  options.eval_mode = o.eval || !o.train;
+  // A program has one mode: that in which it was exported.
+  options.eval_mode = o.eval || (!o.train && !(a.exported && b.exported));
   options.measure = !o.no_measure;
   if (o.thorough) options.thorough = true;
   Progress progress(common);

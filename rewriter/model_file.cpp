@@ -20,6 +20,7 @@
 #include "rewriter/archive.h"
 #include "rewriter/check_file.h"
 #include "rewriter/error.h"
+#include "rewriter/graph/exported_program.h"
 #include "rewriter/op_library.h"
 
 namespace tsmem {
@@ -34,12 +35,9 @@ std::string between(const std::string& text, const std::string& before, const st
   return text.substr(begin, text.find_first_of(stop, begin) - begin);
 }
 
-// What a file of torch.save or torch.export is, "" for TorchScript.
+// What a file of torch.save is, "" for TorchScript.
 std::string other_kind(const std::string& path, const Archive& archive) {
   if (archive.has("constants.pkl")) return "";
-  if (archive.has("archive_format") || archive.has("models/model.json") ||
-      archive.has("serialized_exported_program.json"))
-    return "is an archive of torch.export, not TorchScript";
   auto pickle = archive.records.find("data.pkl");
   if (pickle == archive.records.end()) return "is a zip archive, but not a TorchScript file";
   bool model = read_record(path, pickle->second).find("_modules") != std::string::npos;
@@ -229,10 +227,34 @@ class NewFile {
   bool done_ = false;
 };
 
+c10::Device device_named(const std::string& device) {
+  try {
+    return c10::Device(device);
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::request, "'" + device + "' is not a device; use cpu or cuda.");
+  }
+}
+
+ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device) {
+  const Reading reading(path, archive);
+  check_records(path, archive, /*tensors_alone=*/true);
+  const auto program = std::make_shared<const ExportedProgram>(read_exported(path, archive));
+  ModelFile file{path, module_of(*program, device), extra_files_of(*program), program};
+  check_module(path, file.module);
+  return file;
+}
+
+void write_model(const ModelFile& model, const std::function<size_t(const void*, size_t)>& write) {
+  if (model.exported) return write_exported(*model.exported, model.module, model.extra_files, write);
+  torch::jit::ExtraFilesMap extra(model.extra_files.begin(), model.extra_files.end());
+  torch::jit::ExportModule(model.module, write, extra);
+}
+
 }  // namespace
 
 ModelFile load_model(const std::string& path, const std::string& device) {
   auto archive = read_archive(path);
+  if (is_exported(archive)) return load_exported(path, archive, device_named(device));
   if (archive.has("model.json"))
     throw Error(ErrorKind::input, "'" + path +
                                       "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
@@ -242,16 +264,11 @@ ModelFile load_model(const std::string& path, const std::string& device) {
                 "'" + path + "' " + kind + "; script the model in Python: torch.jit.script(model).save(\"model.pt\").");
   const Reading reading(path, archive);
   check_records(path, archive);
-  ModelFile file{path, {}, {}};
+  ModelFile file{path, {}, {}, nullptr};
   for (auto& [name, record] : archive.records)
     if (name.starts_with("extra/")) file.extra_files[name.substr(6)] = "";
   torch::jit::ExtraFilesMap extra(file.extra_files.begin(), file.extra_files.end());
-  std::optional<c10::Device> where;
-  try {
-    where.emplace(device);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::request, "'" + device + "' is not a device; use cpu or cuda.");
-  }
+  std::optional<c10::Device> where = device_named(device);
   const CheckSparse check_sparse;
   for (std::set<std::string> tried;;) {
     try {
@@ -302,30 +319,39 @@ struct PendingModel::File : NewFile {
   using NewFile::NewFile;
 };
 
-PendingModel::PendingModel(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
-                           const std::string& path, bool force)
-    : force_(force) {
+PendingModel::PendingModel(const ModelFile& model, const std::string& path, bool force) : force_(force) {
   check_output(path, force);
   file_ = std::make_unique<File>(path);
-  torch::jit::ExtraFilesMap extra(extra_files.begin(), extra_files.end());
-  auto write = [&](const void* data, size_t size) {
+  write_model(model, [&](const void* data, size_t size) {
     file_->write(data, size);
     return size;
-  };
-  torch::jit::ExportModule(module, write, extra);
+  });
   file_->sync();
   if (fs::file_size(file_->name()) != file_->written())
     throw Error(ErrorKind::input, "Can't write '" + path + "': the file system lost some of it.");
   auto archive = read_archive(file_->name());
-  if (!archive.has("constants.pkl") || !archive.has("data.pkl"))
+  if (model.exported ? !is_exported(archive) : !archive.has("constants.pkl") || !archive.has("data.pkl"))
     throw Error(ErrorKind::input, "Can't write '" + path + "': it reads back incomplete.");
 }
+
+PendingModel::PendingModel(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
+                           const std::string& path, bool force)
+    : PendingModel(ModelFile{"", module, extra_files, nullptr}, path, force) {}
 
 PendingModel::~PendingModel() = default;
 
 const std::string& PendingModel::temporary() const { return file_->name(); }
 
 void PendingModel::commit() { file_->rename(force_); }
+
+std::string bytes_of(const ModelFile& model) {
+  std::string bytes;
+  write_model(model, [&](const void* data, size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  return bytes;
+}
 
 void save_model(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
                 const std::string& path, bool force) {

@@ -1,4 +1,4 @@
-// Reading and writing TorchScript files.
+// Reading and writing model files: TorchScript, and programs of torch.export.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
 
@@ -8,25 +8,30 @@
 
 namespace tsmem {
 
+struct ExportedProgram;
+
 struct ModelFile {
   std::string path;
   torch::jit::Module module;
-  std::map<std::string, std::string> extra_files;  // name under extra/ -> contents; PyTorch drops them on load + save
+  std::map<std::string, std::string> extra_files;   // name under extra/ -> contents; PyTorch drops them on load + save
+  std::shared_ptr<const ExportedProgram> exported;  // what the module was made from; null for TorchScript
 };
 
-// Loads a TorchScript file. `device` may be "meta": structure without weights.
+// Loads a TorchScript file or an archive of torch.export, told apart by what is in it. `device` may be "meta":
+// structure without weights.
 // Throws Error(ErrorKind::input) with one sentence for: no such file, a directory, not a zip, a truncated zip, a
 // state_dict or pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, asks
-// for --ops).
+// for --ops), an archive that can't be trained.
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
 
-// A module and its extra files, written to a temporary file beside `path`, synced and its directory read back. It can
-// be loaded from temporary() and looked at; commit() renames it to `path`, and without that it is removed. An existing
-// file is refused unless `force`. Nothing at `path` changes when anything fails (full disk, no permission). Throws
-// Error(ErrorKind::input), Error(ErrorKind::request) for a file that exists. Tensors are written one by one: no second
-// copy of the module is held.
+// A model, written in the format that it was read in to a temporary file beside `path`, synced and its directory read
+// back. It can be loaded from temporary() and looked at; commit() renames it to `path`, and without that it is removed.
+// An existing file is refused unless `force`. Nothing at `path` changes when anything fails (full disk, no permission).
+// Throws Error(ErrorKind::input), Error(ErrorKind::request) for a file that exists. Tensors are written one by one: no
+// second copy of the module is held.
 class PendingModel {
  public:
+  PendingModel(const ModelFile& model, const std::string& path, bool force);
   PendingModel(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
                const std::string& path, bool force);
   PendingModel(const PendingModel&) = delete;
@@ -40,6 +45,9 @@ class PendingModel {
   std::unique_ptr<File> file_;
   bool force_;
 };
+
+// The bytes of the file that PendingModel writes.
+std::string bytes_of(const ModelFile& model);
 
 // PendingModel and commit() in one.
 void save_model(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,

@@ -1,5 +1,7 @@
 #include "tsmem/session.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -8,6 +10,7 @@
 #include "rewriter/in_memory.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/freed_memory.h"
+#include "rewriter/memory_file.h"
 #include "rewriter/model_file.h"
 #include "rewriter/plan/fit.h"
 #include "rewriter/plan/milp.h"
@@ -33,6 +36,19 @@ void take_flags(const Module& original, const Module& rewritten, const RewriteOp
   for (const auto& p : original.named_parameters())
     if ((matches_any(options.freeze, p.name) || matches_any(options.train, p.name)) && flags.count(p.name))
       p.value.set_requires_grad(flags[p.name]);
+}
+
+// The options as they are for such a file. Throws Error(ErrorKind::request) for what TorchScript alone can take.
+RewriteOptions options_for(const ModelFile& file, RewriteOptions options) {
+  if (!file.exported) return options;
+  const auto refuse = [&](const char* option, const char* instead) {
+    throw Error(ErrorKind::request,
+                fmt::format("A program of torch.export can't be rewritten with {}: {}.", option, instead));
+  };
+  if (!options.amp.empty()) refuse("amp", "export the model under torch.autocast");
+  if (!options.checkpoint.empty()) refuse("checkpoint", "import it first (tsmem import), or use a budget");
+  options.runs_eagerly = true;
+  return options;
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -65,7 +81,10 @@ struct Session::Impl {
   }
   // What is to be compared with it.
   Module result_on(const std::string& device) const {
-    return pending ? load_model(pending->temporary(), device).module : copy_in_memory(file.module, device);
+    if (pending) return load_model(pending->temporary(), device).module;
+    if (!file.exported) return copy_in_memory(file.module, device);
+    const MemoryFile written(bytes_of(file));  // what is compared is what the archive's graph says
+    return load_model(written.path(), device).module;
   }
   void describe(const RewriteReport& report, const ChosenPlan* plan) {
     file.extra_files["tsmem.json"] =
@@ -121,9 +140,9 @@ Session::~Session() = default;
 const Module& Session::module() const { return impl_->file.module; }
 
 RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
-  impl_->options = options;
+  impl_->options = options_for(impl_->file, options);
   tsmem::restore(impl_->file.module);  // a rewrite starts from the originals, a dry run too
-  RewriteReport report = tsmem::rewrite(impl_->file.module, options, dry_run);
+  RewriteReport report = tsmem::rewrite(impl_->file.module, impl_->options, dry_run);
   impl_->describe(report, nullptr);
   return report;
 }
@@ -131,7 +150,7 @@ RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
 PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IValue>& inputs,
                              const PlanRequest& request) {
   const KeepFreedMemory keep;
-  impl_->options = std::move(options);
+  impl_->options = options_for(impl_->file, std::move(options));
   auto [report, planner] = impl_->planned(inputs, request.how);
   ChosenPlan plan;
   plan.original = original_step(*planner);
@@ -158,7 +177,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
 PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>& inputs, const PlanOptions& how,
                          int count) {
   const KeepFreedMemory keep;
-  impl_->options = std::move(options);
+  impl_->options = options_for(impl_->file, std::move(options));
   const auto planner = impl_->planned(inputs, how).planner;
   const auto original = original_step(*planner);
   PlanFront front{planner->front(original.peak_bytes, count), original, solver_name(), 0, 0};
@@ -168,6 +187,10 @@ PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>&
 }
 
 void Session::restore() {
+  if (impl_->file.exported)
+    throw Error(ErrorKind::input, "'" + impl_->path +
+                                      "' is a program of torch.export, which keeps no originals when it is rewritten; "
+                                      "use the file that it was made from.");
   if (!tsmem::restore(impl_->file.module))
     throw Error(ErrorKind::input, (impl_->path.empty() ? "The module" : "'" + impl_->path + "'") +
                                       " has nothing to restore: tsmem did not write it.");
@@ -175,9 +198,11 @@ void Session::restore() {
 }
 
 void Session::write(const std::string& path, bool replace) {
-  impl_->pending = std::make_unique<PendingModel>(impl_->file.module, impl_->file.extra_files, path, replace);
+  impl_->pending = std::make_unique<PendingModel>(impl_->file, path, replace);
   impl_->file.module = Module();  // its weights are not needed beside the two that are compared
 }
+
+std::string Session::bytes() const { return bytes_of(impl_->file); }
 
 void Session::commit() { impl_->pending->commit(); }
 
@@ -188,8 +213,10 @@ std::vector<std::string> Session::structure_differences(const std::string& devic
   return tsmem::structure_differences(original, result);
 }
 
-VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& options) {
+VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& given) {
   const KeepFreedMemory keep;
+  VerifyOptions options = given;
+  if (impl_->file.exported) options.eval_mode = false;  // a program has one mode: that in which it was exported
   Module& original = impl_->original_on(options.device);
   const Module result = impl_->result_on(options.device);
   take_flags(original, result, impl_->options);

@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
+#include <cstring>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "rewriter/compare/diff_text.h"
 #include "rewriter/error.h"
@@ -11,6 +14,7 @@
 #include "rewriter/inputs.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/profile.h"
+#include "rewriter/memory_file.h"
 #include "rewriter/plan/size.h"
 #include "rewriter/report_json.h"
 #include "rewriter/session_options.h"
@@ -24,9 +28,10 @@ using c10::IValue;
 using nlohmann::json;
 using torch::jit::Module;
 
-std::tuple<IValue, std::string> rewrite_op(const IValue& module, const IValue& examples, const std::string& text) {
-  IValue result = module;
-  const std::string report = reported([&] {
+// Rewrites what `open` gives as the options say, verifies it and hands it to `take`. Returns the report.
+std::string rewrite_by(const IValue& examples, const std::string& text, const std::function<Session()>& open,
+                       const std::function<void(const Session&)>& take) {
+  return reported([&] {
     Options o("rewrite", text);
     const Run run(o);
     const RewriteOptions options = rewriting(o, run);
@@ -36,7 +41,7 @@ std::tuple<IValue, std::string> rewrite_op(const IValue& module, const IValue& e
     const bool has_inputs = !run.specs.empty() || !examples.isNone();
     check_plan_request(request, options.level, has_inputs);
 
-    Session session{Module(module.toObject())};
+    Session session = open();
     if (!run.method.empty() && !session.module().find_method(run.method))
       throw Error(ErrorKind::request, "The model has no method '" + run.method + "'.");
     std::vector<IValue> inputs;
@@ -64,9 +69,41 @@ std::tuple<IValue, std::string> rewrite_op(const IValue& module, const IValue& e
     } else if (const auto differences = session.structure_differences(); !differences.empty()) {
       throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
     }
-    result = session.module()._ivalue();
+    take(session);
     return all;
   });
+}
+
+std::tuple<IValue, std::string> rewrite_op(const IValue& module, const IValue& examples, const std::string& text) {
+  IValue result = module;
+  const auto report = rewrite_by(
+      examples, text, [&] { return Session(Module(module.toObject())); },
+      [&](const Session& session) { result = session.module()._ivalue(); });
+  return {result, report};
+}
+
+void replace_all(std::string& text, const std::string& what, const std::string& by) {
+  for (size_t at = 0; (at = text.find(what, at)) != text.npos; at += by.size()) text.replace(at, what.size(), by);
+}
+
+// An archive of torch.export as bytes, and the rewritten one.
+std::tuple<at::Tensor, std::string> rewrite_exported_op(const at::Tensor& archive, const IValue& examples,
+                                                        const std::string& text) {
+  at::Tensor result = at::empty({0}, at::kByte);
+  std::optional<MemoryFile> file;
+  std::string report = rewrite_by(
+      examples, text,
+      [&] {
+        file.emplace(std::string_view(static_cast<const char*>(archive.const_data_ptr()), archive.nbytes()));
+        return Session(file->path());
+      },
+      [&](const Session& session) {
+        const auto bytes = session.bytes();
+        result = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+        std::memcpy(result.mutable_data_ptr(), bytes.data(), bytes.size());
+      });
+  // The user knows of no file.
+  if (file) replace_all(report, "'" + file->path() + "'", "The program");
   return {result, report};
 }
 
@@ -153,6 +190,7 @@ TORCH_LIBRARY(tsmem_session, m) {
     m.def(torch::schema(schema, c10::AliasAnalysisKind::CONSERVATIVE), function);
   };
   define("rewrite(Any module, Any examples, str options) -> (Any, str)", rewrite_op);
+  define("rewrite_exported(Tensor archive, Any examples, str options) -> (Tensor, str)", rewrite_exported_op);
   define("restore(Any module) -> (Any, str)", restore_op);
   define("verify(Any a, Any b, Any examples, str options) -> str", verify_op);
   define("profile(Any module, Any examples, str options) -> str", profile_op);

@@ -43,9 +43,6 @@ def bad_files(tmp_path, model):
     def pickled_module(path):
         torch.save(eager, path)
 
-    def exported(path):
-        torch.export.save(torch.export.export(Net().eval(), (torch.rand(2, 4, 8, 8),)), path)
-
     def other_zip(path):
         with zipfile.ZipFile(path, "w") as z:
             z.writestr("a/readme.txt", "hello")
@@ -65,7 +62,6 @@ def bad_files(tmp_path, model):
         "state_dict": (state_dict, ["state_dict", "torch.jit.script"]),
         "old state_dict": (old_state_dict, ["state_dict", "torch.jit.script"]),
         "pickled module": (pickled_module, ["pickled model", "torch.jit.script"]),
-        "torch.export": (exported, ["torch.export", "torch.jit.script"]),
         "other zip": (other_zip, "not a TorchScript file"),
         # Sizes and places that do not fit the file.
         "huge record": (lambda p: p.write_bytes(patched(whole, directory + 20, b"\xf0\xff\xff\x7f" * 2)), "damaged"),
@@ -94,7 +90,7 @@ def wrong_code(model):
 
 
 BAD = [
-    "text", "empty", "truncated", "one byte short", "directory", "nowhere", "state_dict", "old state_dict", "pickled module", "torch.export",
+    "text", "empty", "truncated", "one byte short", "directory", "nowhere", "state_dict", "old state_dict", "pickled module",
     "other zip", "huge record", "record outside", "long name", "bad signature", "huge memo", "huge string", "unknown opcode", "stack underflow", "no stop",
     "wrong pickle", "wrong code",
 ]  # fmt: skip

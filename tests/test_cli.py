@@ -12,7 +12,7 @@ import torch
 
 from command_line import BINARY, SPEC, Net, fails, run, save_net
 
-COMMANDS = ["rewrite", "diff", "profile", "verify", "plan", "inspect", "patterns", "completion"]
+COMMANDS = ["rewrite", "diff", "profile", "verify", "plan", "import", "inspect", "patterns", "completion"]
 
 
 @pytest.fixture(scope="module")

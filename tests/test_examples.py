@@ -92,6 +92,18 @@ def test_train_gives_the_losses_of_the_original(programs, files):
     assert losses[0][0] != losses[0][2]
 
 
+def test_train_of_an_imported_program(programs, files, prefix, tmp_path):
+    """Exported, imported and trained from C++: the losses of the scripted model, with the operators and without."""
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(models.build("tv:resnet18").train(), (torch.rand(4, 3, 64, 64),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    output(run(prefix / "bin" / "tsmem", "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt"))
+    output(run(prefix / "bin" / "tsmem", "rewrite", tmp_path / "m.pt", "-o", tmp_path / "m.mem.pt"))
+    losses = [[float(v) for v in re.findall(r"loss (\S+)", output(run(programs / "train", f, "3", "6")))]
+              for f in (files[0], tmp_path / "m.pt", tmp_path / "m.mem.pt")]
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[2] == pytest.approx(losses[0], rel=0.02)
+
+
 def test_program_without_the_library_says_what_is_missing(programs, files):
     done = run(programs / "load_plain", files[1])
     assert done.returncode == 1 and "Unknown builtin op: tsmem::" in done.stderr

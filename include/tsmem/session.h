@@ -29,7 +29,7 @@ struct PlannedRewrite {
 // Whatever fails throws Error and leaves every existing file as it was.
 class TSMEM_API Session {
  public:
-  // A TorchScript file, which may be a rewritten one.
+  // A TorchScript file, which may be a rewritten one, or a program of torch.export.
   explicit Session(const std::string& path);
   // A copy of a module, made in memory: the module stays as it is, and the copy shares nothing with it.
   explicit Session(const torch::jit::Module& module);
@@ -53,6 +53,8 @@ class TSMEM_API Session {
   // Writes the module to a temporary file beside `path`, where it stays until commit() or the session's end. An
   // existing file is refused unless `replace`.
   void write(const std::string& path, bool replace);
+  // The bytes of such a file, made in memory.
+  std::string bytes() const;
   // Renames the file to its path.
   void commit();
 

@@ -9,6 +9,7 @@ import torch
 import _tsmem_cli
 
 from ._error import Error
+from ._exported import rewritten_program
 from ._library import library_path
 
 _EXIT_CODES = {"different": 1, "request": 2, "input": 3, "budget": 4, "bug": 70}
@@ -36,7 +37,11 @@ def _scripted(module: Any) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return module._c
     what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"a {type(module).__name__}"
-    raise Error(f"{what} was given; tsmem takes TorchScript: pass torch.jit.script(model), or torch.jit.trace(model, example).", 2)
+    raise Error(
+        f"{what} was given; tsmem takes TorchScript and programs of torch.export: "
+        "pass torch.jit.script(model), or torch.export.export(model, examples).",
+        2,
+    )
 
 
 def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:
@@ -75,8 +80,10 @@ def _wrapped(module: Any) -> torch.jit.ScriptModule:
     return torch.jit._recursive.wrap_cpp_module(module)
 
 
-def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptModule:
+def rewrite(module: Any, **options: Any) -> Any:
     """The same model with memory-efficient operators, as a new module; `module` stays as it is, and they share nothing.
+
+    Takes a ScriptModule, or the ExportedProgram of torch.export.export, and gives the same: `.module()` of the new program trains.
 
     Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
     freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], patterns="mine.patterns", seed=..., device=.... A list repeats the
@@ -87,6 +94,8 @@ def rewrite(module: torch.jit.ScriptModule, **options: Any) -> torch.jit.ScriptM
     module's. Raises tsmem.Error with one sentence; its `exit_code` is the tool's.
     """
     examples, text = split_options(options)
+    if isinstance(module, torch.export.ExportedProgram):
+        return rewritten_program(module, lambda archive: call_library("rewrite_exported", archive, examples, text), read_report)
     new, report = call_library("rewrite", _scripted(module), examples, text)
     read_report(report)
     return _wrapped(new)

@@ -1,0 +1,22 @@
+"""Programs of torch.export, handed over as the archives that torch.export.save writes."""
+import ctypes
+import io
+from typing import Callable, Tuple
+
+import torch
+
+from ._error import Error
+
+
+def rewritten_program(
+    program: torch.export.ExportedProgram, rewrite: Callable[[torch.Tensor], Tuple[torch.Tensor, str]], check: Callable[[str], object]
+) -> torch.export.ExportedProgram:
+    """`rewrite` takes an archive's bytes and returns new ones with a report, which `check` raises as an error where it is one."""
+    archive = io.BytesIO()
+    try:
+        torch.export.save(program, archive)
+    except Exception as error:
+        raise Error(f"torch.export.save can't save the program: {str(error).splitlines()[0]}") from error
+    new, report = rewrite(torch.frombuffer(archive.getbuffer(), dtype=torch.uint8))
+    check(report)
+    return torch.export.load(io.BytesIO(ctypes.string_at(new.data_ptr(), new.numel())))

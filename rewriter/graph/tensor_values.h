@@ -1,0 +1,23 @@
+// What an exported graph says of its tensors: "tensor_values".
+#pragma once
+#include <nlohmann/json_fwd.hpp>
+
+#include <cstdint>
+#include <string>
+
+namespace tsmem {
+
+// A size in the JSON's terms (SymInt): a number, or an expression in the program's symbols and the number that it had
+// when the program was exported.
+struct ExportedSize {
+  int64_t number = 0;
+  std::string expression;  // "" for a number
+};
+ExportedSize exported_size(const nlohmann::json& size);
+
+// Describes the results of `graph`'s nodes that nothing describes yet, by running those nodes on the meta device, and
+// drops descriptions of what is not there any more. A size that is that of an operand is written as the operand's is,
+// so that dynamic sizes stay so.
+void describe_tensors(nlohmann::json& graph);
+
+}  // namespace tsmem

@@ -1,0 +1,551 @@
+"""Programs of torch.export: rewritten, imported as TorchScript, and everything else that takes a model file."""
+import copy
+import io
+import json
+import sys
+import warnings
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import conftest
+import models
+import small
+from command_line import ROOT, fails, run
+
+sys.path.insert(0, str(ROOT / "fixtures"))
+warnings.filterwarnings("ignore", message=".*not writable.*")
+
+
+class Decoder(nn.Module):
+    """Causal attention, RMS norm, SwiGLU, dropout, and one matrix for words going in and out."""
+
+    def __init__(self, width=16, heads=2, words=12):
+        super().__init__()
+        self.heads = heads
+        self.words = nn.Embedding(words, width)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        b, t, d = x.shape
+        q, k, v = (z.view(b, t, self.heads, d // self.heads).transpose(1, 2) for z in self.qkv(self.norm1(x)).chunk(3, -1))
+        p = 0.25 if self.training else 0.0
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True).transpose(1, 2).reshape(b, t, d)))
+        h = self.norm2(x)
+        return self.head(x + self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.relu, self.drop, self.head = nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = F.max_pool2d(self.relu(self.bn2(self.conv2(x)) + x), 2)
+        return self.head(self.drop(x).mean([2, 3]))
+
+
+def image_model(make):
+    return lambda: make().double(), lambda n=4: torch.rand(n, 3, 32, 32, dtype=torch.float64)
+
+
+def torchvision(name):
+    def make():
+        import torchvision
+
+        return getattr(torchvision.models, name)()
+
+    return image_model(make)
+
+
+MODELS = {
+    "small": image_model(Small),
+    "resnet18": torchvision("resnet18"),
+    "mobilenet_v3_small": torchvision("mobilenet_v3_small"),
+    "unet": image_model(lambda: small.MODELS["unet"]()),
+    "decoder": (lambda: Decoder().double(), lambda n=4: torch.randint(0, 12, (n, 6))),
+}
+DYNAMIC = {0: torch.export.Dim("batch", min=2, max=16)}
+
+
+def eager(name):
+    make, example = MODELS[name]
+    torch.manual_seed(0)
+    return make().train(), example
+
+
+def export(model, *inputs, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(model, inputs, **options)
+
+
+def load(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.load(str(path))
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """name -> the file of the model's program, exported in train mode with a dynamic batch, and the rewritten one."""
+    folder, made = tmp_path_factory.mktemp("exported"), {}
+
+    def get(name):
+        if name not in made:
+            model, example = eager(name)
+            path, new = folder / f"{name}.pt2", folder / f"{name}.mem.pt2"
+            torch.export.save(export(model, example(), dynamic_shapes=(DYNAMIC,)), path)
+            done = run("rewrite", path, "-o", new)
+            assert done.returncode == 0, done.stderr
+            made[name] = path, new
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def tsmem():
+    conftest.load()
+    import tsmem
+
+    return tsmem
+
+
+# Norms over the few elements that small images leave make rounding larger.
+TOLERANCE = {"mobilenet_v3_small": 1e-7}
+
+
+def steps(model, example, batches=(4, 3, 5)):
+    """Outputs, gradients, buffers and generator states of a few training steps."""
+    seen = []
+    for k, batch in enumerate(batches):
+        torch.manual_seed(k)
+        x = example(batch)
+        model.zero_grad()
+        y = model(x)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+        seen += [y.detach(), torch.get_rng_state().double()]
+        seen += [p.grad.clone() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+        seen += [b.clone().double() for _, b in sorted(model.named_buffers())]
+    return seen
+
+
+def assert_equal(a, b, tolerance=1e-9):
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert (x - y).abs().max() <= tolerance * max(1, x.abs().max()), (x - y).abs().max() / x.abs().max()
+
+
+def operators(program):
+    return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rewritten_programs_train_as_the_original(archive, name):
+    conftest.load()
+    path, new = archive(name)
+    before, after = load(path), load(new)
+    assert any(o.startswith("tsmem.") for o in operators(after)) and not any(o.startswith("tsmem.") for o in operators(before))
+    assert list(after.state_dict) == list(before.state_dict) and list(after.constants) == list(before.constants)
+    assert str(after.range_constraints) == str(before.range_constraints)
+    assert str(after.graph_signature.input_specs) == str(before.graph_signature.input_specs)
+    assert [e.fqn for e in after.module_call_graph] == [e.fqn for e in before.module_call_graph]
+    _, example = MODELS[name]
+    assert_equal(steps(before.module(), example), steps(after.module(), example), TOLERANCE.get(name, 1e-9))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_of_what_is_new_are_described(archive, name):
+    conftest.load()
+    for node in load(archive(name)[1]).graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("tsmem.") or node.target._schema.returns == []:
+            continue
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        assert all(isinstance(v, torch.Tensor) for v in values), node
+        if values[0].dim() > 1:  # all but statistics and weights have the batch in front
+            assert not isinstance(values[0].shape[0], int) or values[0].shape[0] not in (4,), (node, values[0].shape)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "unet"])
+def test_as_many_bytes_as_from_torchscript(archive, tmp_path, name):
+    model, _ = eager(name)
+    torch.jit.script(model.float()).save(str(tmp_path / "m.pt"))
+    assert run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "m.mem.pt").returncode == 0
+    single = tmp_path / "single.pt2"
+    torch.export.save(export(model, torch.rand(4, 3, 32, 32), dynamic_shapes=(DYNAMIC,)), single)
+    assert run("rewrite", single, "-o", tmp_path / "single.mem.pt2").returncode == 0
+    figures = [json.loads(run("profile", tmp_path / f, "--input", "4x3x32x32", "--json", "-").stdout) for f in ("m.mem.pt", "single.mem.pt2")]
+    assert figures[0]["saved_bytes"] == figures[1]["saved_bytes"]
+
+
+# ---- other commands -----------------------------------------------------------------------------------------------------
+
+
+def test_every_command_takes_programs(archive, tmp_path):
+    path, new = archive("small")
+    spec = ("--input", "4x3x32x32:f64")
+    shown = run("inspect", path, "--json", "-")
+    report = json.loads(shown.stdout)
+    assert report["parameters"] == sum(p.numel() for p in eager("small")[0].parameters()) and report["matches"]
+    assert run("diff", path, path).returncode == 0
+    changed = run("diff", path, new, "--stat")
+    assert changed.returncode == 1 and "tsmem::" in changed.stdout
+    done = run("verify", path, new, *spec)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = (json.loads(run("profile", f, *spec, "--json", "-").stdout) for f in (path, new))
+    assert after["saved_bytes"] < 0.6 * before["saved_bytes"]
+    front = json.loads(run("plan", path, *spec, "--points", "3", "--json", "-").stdout)
+    assert len(front["points"]) >= 2
+    done = run("rewrite", path, "-o", tmp_path / "plan.pt2", *spec, "--budget", "70%", "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    conftest.load()
+    _, example = MODELS["small"]
+    assert_equal(steps(load(path).module(), example), steps(load(tmp_path / "plan.pt2").module(), example))
+    assert json.loads((tmp_path / "report.json").read_text())["predicted"]
+
+
+def test_rewrite_verifies_numbers_and_keeps_extra_files(tmp_path):
+    model, example = eager("small")
+    torch.export.save(export(model.float(), example().float()), tmp_path / "m.pt2", extra_files={"labels.txt": "cat"})
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2", "--input", "4x3x32x32")
+    assert done.returncode == 0 and "Verified" in done.stdout, done.stderr
+    extra = {"labels.txt": "", "tsmem.json": ""}
+    conftest.load()
+    torch.export.load(str(tmp_path / "new.pt2"), extra_files=extra)
+    assert extra["labels.txt"] == "cat" and json.loads(extra["tsmem.json"])["matches"]
+    # The file's name says nothing.
+    (tmp_path / "m.pt2").rename(tmp_path / "m.pt")
+    assert run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "again.pt").returncode == 0
+    assert (tmp_path / "again.pt").stat().st_size == (tmp_path / "new.pt2").stat().st_size
+
+
+def test_flags_of_parameters(archive, tmp_path):
+    path, _ = archive("resnet18")
+    assert run("rewrite", path, "-o", tmp_path / "m.pt2", "--freeze", "layer1.*").returncode == 0
+    conftest.load()
+    before, after = load(path), load(tmp_path / "m.pt2")
+    assert list(before.state_dict) == list(after.state_dict)
+    for name, p in after.module().named_parameters():
+        assert p.requires_grad != name.startswith("layer1."), name
+
+
+def test_what_programs_do_not_take(archive, tmp_path):
+    path, new = archive("small")
+    fails(3, "rewrite", new, "-o", tmp_path / "m.pt2", "--restore", says=["keeps no originals", "made from"])
+    fails(2, "rewrite", path, "-o", tmp_path / "m.pt2", "--amp", "bf16", says="torch.autocast")
+    fails(2, "rewrite", path, "-o", tmp_path / "m.pt2", "--checkpoint", "bn1", says="tsmem import")
+    fails(2, "rewrite", path, "-o", new, says="exists already")
+    fails(2, "rewrite", path, "-o", path, says="never overwritten")
+    assert not (tmp_path / "m.pt2").exists()
+
+
+def test_in_this_process(tsmem, archive):
+    path, new = archive("small")
+    program = load(path)
+    rewritten = tsmem.rewrite(program)
+    assert operators(rewritten) == operators(load(new))
+    assert not any(o.startswith("tsmem.") for o in operators(program))
+    _, example = MODELS["small"]
+    assert_equal(steps(load(path).module(), example), steps(rewritten.module(), example))
+    verified = tsmem.rewrite(program, level="ops", skip=["max-pool"], input=example())
+    assert operators(verified) != operators(rewritten)
+    with pytest.raises(tsmem.Error, match="did you mean 'level'"):
+        tsmem.rewrite(program, levl="ops")
+    with pytest.raises(tsmem.Error, match="torch.autocast") as raised:
+        tsmem.rewrite(program, amp="bf16")
+    assert raised.value.exit_code == 2
+    with pytest.raises(tsmem.Error, match="^The program was made for inference"):
+        tsmem.rewrite(program.run_decompositions())
+
+
+# ---- import -------------------------------------------------------------------------------------------------------------
+
+
+def imported(path, out, *options):
+    done = run("import", path, "-o", out, *options)
+    assert done.returncode == 0, done.stderr
+    return torch.jit.load(str(out)), done.stdout
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_imported_programs_train_as_eager(archive, tmp_path, name):
+    conftest.load()
+    for k, path in enumerate(archive(name)):  # the rewritten program too
+        model, example = eager(name)
+        module, _ = imported(path, tmp_path / f"{k}.pt")
+        names = dict(model.named_parameters(remove_duplicate=False))
+        assert set(dict(module.named_parameters(remove_duplicate=False))) == set(names)
+        assert set(dict(module.named_buffers())) == set(dict(model.named_buffers()))
+        for mode in (True, False, True):
+            model.train(mode), module.train(mode)
+            assert_equal(steps(model, example), steps(module, example), TOLERANCE.get(name, 1e-9))
+
+
+def test_an_imported_model_is_rewritten_as_a_scripted_one(archive, tmp_path):
+    path, _ = archive("mobilenet_v3_small")
+    imported(path, tmp_path / "m.pt")
+    model, _ = eager("mobilenet_v3_small")
+    torch.jit.script(model).save(str(tmp_path / "scripted.pt"))
+    saved = []
+    for name in ("m", "scripted"):
+        assert run("rewrite", tmp_path / f"{name}.pt", "-o", tmp_path / f"{name}.mem.pt").returncode == 0
+        done = run("profile", tmp_path / f"{name}.mem.pt", "--input", "4x3x32x32:f64", "--json", "-")
+        saved.append(json.loads(done.stdout)["saved_bytes"])
+    assert saved[0] == saved[1]
+    imported(archive("small")[0], tmp_path / "small.pt")
+    done = run("rewrite", tmp_path / "small.pt", "-o", tmp_path / "small.mem.pt", "--input", "4x3x32x32:f64")
+    assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
+
+
+class Modes(nn.Module):
+    """What asks for the mode in other ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True)
+        self.instance = nn.InstanceNorm1d(5, track_running_stats=True)
+        self.own = nn.BatchNorm1d(5, track_running_stats=False)
+        self.frozen = nn.BatchNorm1d(5)
+        self.rrelu, self.channels, self.alpha = nn.RReLU(), nn.Dropout1d(0.3), nn.AlphaDropout(0.2)
+
+    def forward(self, x):
+        x = self.lstm(x)[0].transpose(1, 2)
+        x = self.frozen(self.own(self.instance(x)))
+        return self.alpha(self.channels(self.rrelu(x)))
+
+
+def test_modes_of_every_kind(tmp_path):
+    torch.manual_seed(0)
+    model = Modes().double().train()
+    model.frozen.eval()
+    torch.export.save(export(model, torch.rand(3, 6, 4, dtype=torch.float64)), tmp_path / "m.pt2")
+    module, said = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    assert "In eval mode when exported, and so in both modes now: batch_norm in frozen." in said
+    for mode in (True, False, True):
+        model.train(mode), module.train(mode)
+        model.frozen.eval()
+        example = lambda n: torch.rand(n, 6, 4, dtype=torch.float64)
+        assert_equal(steps(model, example, (3, 3)), steps(module, example, (3, 3)))
+    # Each module has its own.
+    module.train()
+    module.channels.eval(), module.alpha.eval(), module.rrelu.eval(), module.lstm.eval()
+    x = torch.rand(3, 6, 4, dtype=torch.float64)
+    assert torch.equal(module(x), module(x))
+
+
+class DrawsByHand(nn.Module):
+    def forward(self, x):
+        return x * torch.empty(x.shape[0], 1).bernoulli_(0.5)
+
+
+def test_what_import_can_not_give_back_is_said(tmp_path):
+    torch.export.save(export(DrawsByHand(), torch.rand(4, 3)), tmp_path / "draws.pt2")
+    _, said = imported(tmp_path / "draws.pt2", tmp_path / "draws.pt")
+    assert "drawn in eval mode too: bernoulli_." in said
+    model, example = eager("resnet18")
+    torch.export.save(export(model.eval(), example()), tmp_path / "eval.pt2")
+    module, said = imported(tmp_path / "eval.pt2", tmp_path / "eval.pt")
+    assert "exported in eval mode" in said and "export it in train mode" in said
+    assert not module.training
+    x = example()
+    torch.testing.assert_close(module.train()(x), model(x))
+    done = run("import", tmp_path / "eval.pt2", "-o", tmp_path / "eval.pt", "--force", "--json", "-")
+    report = json.loads(done.stdout)
+    assert report["flags"] == 0 and len(report["notes"]) == 1
+
+
+def test_an_imported_model_checks_its_inputs(archive, tmp_path):
+    module, _ = imported(archive("resnet18")[0], tmp_path / "m.pt")
+    ok = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    module(ok)
+    for x, why in [(ok[:, :, :16], "size 2 of 'x' must be 32"), (ok[:1], "size 0 of 'x' must be at least 2"),
+                   (ok.repeat(10, 1, 1, 1), "size 0 of 'x' must be at most 16"), (ok[0], "'x' must have 4 dimensions")]:
+        with pytest.raises(torch.jit.Error, match=why):
+            module(x)
+
+
+class Nested(nn.Module):
+    """Inputs in a dict, one that is a number; outputs in a dict, one that is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("shift", torch.ones(2), persistent=False)
+        self.scale = torch.full((2,), 2.0)
+
+    def forward(self, batch, times):
+        y = self.linear(batch["x"]) * self.scale + self.shift + batch["y"]
+        return {"y": y.clamp(min=float("-inf")) * times, "none": None, "z": (y.sum(), 3)}
+
+
+def test_nested_inputs_and_outputs(tmp_path):
+    model = Nested()
+    batch = {"x": torch.rand(2, 3), "y": torch.rand(2, 2)}
+    torch.export.save(export(model, batch, 2), tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    y, none, total, three = module(batch["x"], batch["y"])
+    expected = model(batch, 2)
+    assert torch.equal(y, expected["y"]) and none is None and torch.equal(total, expected["z"][0]) and three == 3
+    assert run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2").returncode == 0
+    conftest.load()
+    assert torch.equal(load(tmp_path / "new.pt2").module()(batch, 2)["y"], expected["y"])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        x = self.bn(x).relu()
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+
+
+def test_operators_on_functions(tmp_path):
+    conftest.load()
+    torch.manual_seed(0)
+    torch.export.save(export(Branches().double(), torch.rand(2, 3, 4, 4, dtype=torch.float64)), tmp_path / "m.pt2")
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2")
+    assert done.returncode == 0, done.stderr
+    before, after = load(tmp_path / "m.pt2"), load(tmp_path / "new.pt2")
+    assert any(o.startswith("tsmem.") for o in operators(after))
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(before.module()(x), after.module()(x), rtol=1e-12, atol=1e-12)
+    fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["torch.ops.higher_order.cond", "TorchScript can't express"])
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_stay_tied(archive, tmp_path):
+    path, new = archive("decoder")
+    with zipfile.ZipFile(new) as z:
+        config = json.loads(z.read("archive/data/weights/model_weights_config.json"))["config"]
+    assert config["head.weight"]["path_name"] == config["words.weight"]["path_name"]
+    module, _ = imported(path, tmp_path / "m.pt")
+    assert module.head.weight.data_ptr() == module.words.weight.data_ptr()
+
+
+def with_records(path, new, change):
+    """A copy of the archive in which `change` has had its way with the records, by their names below the root."""
+    with zipfile.ZipFile(path) as old:
+        records = {n.split("/", 1)[1]: old.read(n) for n in old.namelist()}
+    change(records)
+    with zipfile.ZipFile(new, "w") as z:
+        for name, data in records.items():
+            z.writestr("m/" + name, data)
+
+
+def edited(record, change):
+    def edit(records):
+        text = json.loads(records[record])
+        change(text)
+        records[record] = json.dumps(text).encode()
+
+    return edit
+
+
+MODEL, WEIGHTS = "models/model.json", "data/weights/model_weights_config.json"
+
+
+def weight(change):
+    return edited(WEIGHTS, lambda c: change(c["config"]["conv1.weight"]))
+
+
+def graph(change):
+    return edited(MODEL, lambda p: change(p["graph_module"]["graph"]))
+
+
+def set_item(path, value):
+    def change(at):
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+
+    return change
+
+
+DAMAGED = {
+    "no JSON": (lambda r: r.update({MODEL: b"{"}), "is not JSON"),
+    "deep JSON": (lambda r: r.update({MODEL: b"[" * 5000 + b"]" * 5000}), "nested more than"),
+    "other JSON": (lambda r: r.update({MODEL: b"[1, 2]"}), "not as torch.export writes it"),
+    "no weights' description": (lambda r: r.pop(WEIGHTS), "lacks the record"),
+    "no weight": (lambda r: r.pop("data/weights/weight_0"), "record 'data/weights/weight_0' is missing"),
+    "no graph": (graph(lambda g: g.pop("nodes")), "not as torch.export writes it"),
+    "nodes of another kind": (graph(lambda g: g.update(nodes=[1])), "not as torch.export writes it"),
+    "an argument of another kind": (graph(set_item(["nodes", 0, "inputs", 0, "arg"], {"as_tensor": {}})), "not as torch.export writes it"),
+    "a size of another kind": (graph(set_item(["tensor_values", "x", "sizes", 0], {})), "not as torch.export writes it"),
+    "outputs that its signature has not": (graph(set_item(["outputs"], [])), "not as torch.export writes it"),
+    "unknown value": (graph(set_item(["nodes", 0, "inputs", 0, "arg", "as_tensor", "name"], "nobody")), "'nobody'"),
+    "unknown operator": (graph(set_item(["nodes", 0, "target"], "torch.ops.nobody.knows.default")), "nobody::knows"),
+    "unknown parameter": (edited(WEIGHTS, lambda c: c["config"].pop("conv1.weight")), "'conv1.weight'"),
+    "tensor too large": (weight(set_item(["tensor_meta", "sizes", 0], {"as_int": 1 << 40})), "reaches beyond its record"),
+    "overflowing tensor": (weight(set_item(["tensor_meta", "strides", 0], {"as_int": (1 << 63) - 1})), "reaches beyond its record"),
+    "negative size": (weight(set_item(["tensor_meta", "sizes", 0], {"as_int": -1})), "negative"),
+    "offset": (weight(set_item(["tensor_meta", "storage_offset"], {"as_int": 1 << 30})), "reaches beyond its record"),
+    "ranks": (weight(set_item(["tensor_meta", "strides"], [])), "another number of strides"),
+    "dtype": (weight(set_item(["tensor_meta", "dtype"], 77)), "dtype"),
+    "layout": (weight(set_item(["tensor_meta", "layout"], 1)), "dense"),
+    "pickle": (weight(set_item(["use_pickle"], True)), "pickled"),
+    "schema": (edited(MODEL, set_item(["schema_version", "major"], 9)), ["schema version 9", "torch 2.11"]),
+    "byte order": (lambda r: r.update({"byteorder": b"big"}), "big-endian"),
+    "AOTInductor": (lambda r: (r.pop(MODEL), r.update({"data/aotinductor/model/x.so": b""})), "AOTInductor"),
+    "no program": (lambda r: r.pop(MODEL), "holds no program"),
+    "two programs": (lambda r: r.update({"models/other.json": b"{}"}), ["holds 2 programs (model, other)", "by itself"]),
+    "before 2.9": (lambda r: (r.clear(), r.update({"serialized_exported_program.json": b"{}"})), "before torch 2.9"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_bad_archives(archive, tmp_path, kind):
+    change, says = DAMAGED[kind]
+    with_records(archive("small")[0], tmp_path / "bad.pt2", change)
+    out = tmp_path / "out.pt2"
+    for command in (["inspect", tmp_path / "bad.pt2"], ["rewrite", tmp_path / "bad.pt2", "-o", out], ["import", tmp_path / "bad.pt2", "-o", out]):
+        fails(3, *command, says=says)
+    assert list(tmp_path.iterdir()) == [tmp_path / "bad.pt2"]
+
+
+def test_damaged_bytes(archive, tmp_path):
+    path = tmp_path / "m.pt2"
+    path.write_bytes(archive("small")[0].read_bytes())
+    with zipfile.ZipFile(path) as z:
+        record = next(i for i in z.infolist() if i.filename.endswith("weight_0"))
+    data = bytearray(path.read_bytes())
+    data[record.header_offset + 300] ^= 1
+    path.write_bytes(data)
+    fails(3, "rewrite", path, "-o", tmp_path / "out.pt2", says=["damaged", "CRC-32"])
+    path.write_bytes(data[: len(data) // 2])
+    fails(3, "rewrite", path, "-o", tmp_path / "out.pt2", says="damaged")
+
+
+def test_programs_that_do_not_train(archive, tmp_path):
+    torch.export.save(load(archive("unet")[0]).run_decompositions(), tmp_path / "m.pt2")
+    for command in ("rewrite", "import"):
+        fails(3, command, tmp_path / "m.pt2", "-o", tmp_path / "out", says=["made for inference", "torch.export.export"])
+
+
+def test_import_takes_programs_alone(archive, tmp_path):
+    torch.jit.script(Branches().bn).save(str(tmp_path / "m.pt"))
+    fails(3, "import", tmp_path / "m.pt", "-o", tmp_path / "out.pt", says="TorchScript already")
+    path, _ = archive("unet")
+    fails(2, "import", path, says="--output")
+    fails(2, "import", path, "-o", path, says="never overwritten")
+    fails(2, "import", path, "-o", tmp_path / "m.pt", says="--force")
+    fails(2, "import", path, "-o", tmp_path / "out.pt", "--json", tmp_path / "out.pt", says="--json")
+    fails(3, "import", tmp_path / "nowhere.pt2", "-o", tmp_path / "out.pt", says="No such file")
+    assert not (tmp_path / "out.pt").exists()
