@@ -252,7 +252,9 @@ class Importer {
 
   void check_size(Value* size, const ExportedSize& wanted, const std::string& what,
                   std::map<std::string, Value*>& sizes) {
-    const std::string& symbol = wanted.expression;
+    // "Symbol('s77', positive=True, integer=True)", as sympy writes it.
+    std::string symbol = wanted.expression;
+    if (symbol.starts_with("Symbol('")) symbol = symbol.substr(8, symbol.find('\'', 8) - 8);
     if (symbol.empty())
       return raise_unless(insert(aten::eq, {size, integer(wanted.number)}),
                           fmt::format("{} must be {}", what, wanted.number));
