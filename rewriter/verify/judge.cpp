@@ -13,11 +13,15 @@ constexpr double kRatioLimit = 2.0;  // median of B's error over A's
 constexpr double kOneRatio = 50;     // of one call alone: rounding may do that, so A's own spread decides
 constexpr double kOneCall = 8;       // B's worst call over the worst of A's own runs
 
+// The errors that need no explanation. Of models in float64: a thousandth of what their copies in float64 may differ
+// by, as the spread of few calls is too small a sample of so small errors.
+static double rounding(double epsilon) { return epsilon < kF64Limit ? 1e-3 * kF64Limit : 4 * epsilon; }
+
 void Verifier::judge_given(Mode mode, const std::function<Outcome(Module&, const std::vector<IValue>&)>& one, Module& a,
                            const std::vector<IValue>& inputs, const Outcome& ra, const Errors& e) {
   Errors own;
   const auto exceeded = [&] {
-    const double floor = 4 * epsilon_;
+    const double floor = rounding(epsilon_);
     const std::tuple<const char*, double, double> all[] = {
         {"outputs", e.output, own.output}, {"gradients", e.gradient, own.gradient}, {"buffers", e.buffer, own.buffer}};
     for (const auto& [what, error, mine] : all)
@@ -46,7 +50,7 @@ void Verifier::judge_given(Mode mode, const std::function<Outcome(Module&, const
 }
 
 double Verifier::ratio(double a, double b) const {
-  double floor = 4 * epsilon_;
+  const double floor = rounding(epsilon_);
   if (std::isinf(a) && std::isinf(b)) return 1;
   return std::max(b, floor) / std::max(a, floor);
 }
@@ -81,13 +85,13 @@ void Verifier::judge(Mode mode, const Start& at, bool f64, double f64_worst, con
     r_.ratio_buffer = std::max(r_.ratio_buffer, medians[2]);
     if (*std::max_element(medians, medians + 3) <= kRatioLimit && most <= kOneRatio) return;
   } else {
-    double limit = 16 * epsilon_;
+    const double limit = 4 * rounding(epsilon_);
     if (worst.worst() <= limit) return;
   }
   // Which of B's errors A's own spread does not explain: what, B's error, A's own.
   using Unexplained = std::vector<std::tuple<const char*, double, double>>;
   const auto unexplained = [&](const Spread& s) {
-    const double floor = 4 * epsilon_;
+    const double floor = rounding(epsilon_);
     const std::tuple<const char*, double, double, double, double> all[] = {
         {"outputs", s.second.output, s.own.output, worst.output, s.worst.output},
         {"gradients", s.second.gradient, s.own.gradient, worst.gradient, s.worst.gradient},
