@@ -3,10 +3,10 @@
 namespace tsmem {
 
 // z = a + b, z = a * b: z is recomputed where a and b are kept or recomputed themselves.
-static const std::set<std::string> kRecomputed = {"batch_norm", "act",        "mul",           "add",        "dropout",
-                                                 "layer_norm", "group_norm", "instance_norm", "max_pool2d", "cat",
-                                                 "permute",    "softmax",    "matmul",        "roll",       "transpose",
-                                                 "view",       "reshape",    "linear",        "contiguous"};
+static const std::set<std::string> kRecomputed = {
+    "batch_norm",    "act",        "mul",     "add",     "dropout",   "layer_norm", "group_norm",
+    "instance_norm", "max_pool2d", "cat",     "permute", "softmax",   "matmul",     "roll",
+    "transpose",     "view",       "reshape", "linear",  "contiguous"};
 
 Pattern add() {
   return {.name = "add",
