@@ -415,13 +415,58 @@ dist.destroy_process_group()
 """
 
 
-def test_data_parallel():
+FSDP = """
+import os, sys, copy, torch, torch.nn as nn, torch.distributed as dist, tsmem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+    def forward(self, x):
+        return x + self.b(nn.functional.gelu(self.norm(self.a(x))))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+net, mesh = Net().double(), init_device_mesh("cpu", (2,))
+def steps(compiled):
+    model = copy.deepcopy(net)
+    for block in model.blocks:
+        if compiled:
+            block.compile(backend="tsmem", options={"strict": True})
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(1 + int(sys.argv[1]))
+    got = []
+    for _ in range(3):
+        model.zero_grad()
+        y = model(torch.randn(2, 8, dtype=torch.float64))
+        y.square().mean().backward()
+        got.append(y.detach())
+    return got + [p.grad.full_tensor() for p in model.parameters()]
+for a, b in zip(steps(False), steps(True)):
+    torch.testing.assert_close(a, b)
+print("equal")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("program", [DDP, FSDP], ids=["DistributedDataParallel", "fully_shard"])
+def test_data_parallel(program):
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [subprocess.Popen([sys.executable, "-c", DDP, str(r), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(r), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
     for rank in ranks:
         out, err = rank.communicate(timeout=240)
         assert rank.returncode == 0 and "equal" in out, err[-2000:]
