@@ -1,7 +1,7 @@
 // tsmem import: a program of torch.export as a TorchScript file that trains.
 #include <nlohmann/json.hpp>
 
-#include "cli.h"
+#include "cli/cli.h"
 #include "rewriter/graph/import_exported.h"
 #include "rewriter/model_file.h"
 
