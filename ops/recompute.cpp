@@ -87,6 +87,9 @@ struct Known {
   int value = -1;        // in the journal
 };
 
+// A source that is this many times smaller than an output is kept rather than made again, and held by the output.
+constexpr size_t kMuchSmaller = 16;
+
 // Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
 // Not copied to what shares its memory (detach). Stays with the output when it is empty: another thread may detach it.
 struct Held : c10::BackendMeta {
@@ -162,7 +165,11 @@ std::optional<c10::Stream> stream_of(const Tensor& t) {
   return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
-size_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
+// An expanded tensor has no more than its storage.
+size_t bytes_of(const Tensor& t) {
+  const size_t elements = t.numel() * t.element_size();
+  return t.has_storage() ? std::min(elements, t.storage().nbytes()) : elements;
+}
 
 // Kept without further cost: somebody keeps it for backward, or it's a parameter.
 bool kept_anyway(const Tensor& t) {
@@ -390,16 +397,18 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      const bool kept = kept_anyway(t);
-      if (!kept) s.recipe = usable_recipe(t, leaves);
+      const bool kept = kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
+      if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
+        for (const Tensor& l : leaves)
+          if (l.defined() && kMuchSmaller * bytes_of(l) <= bytes_of(output)) held->sources.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
-        if (pieces == Pieces::yes && !kept) held->sources.push_back(t);
+        if ((pieces == Pieces::yes || little) && !kept) held->sources.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));

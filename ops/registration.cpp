@@ -19,6 +19,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_autocast(m);
   register_batch_norm_act(m);
   register_batch_norm_act_max_pool2d(m);
+  register_cheap_ops(m);
   register_checkpoint(m);
   register_conv(m);
   register_conv_batch_norm_act(m);

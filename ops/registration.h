@@ -13,6 +13,7 @@ void register_attention(torch::Library& m);
 void register_autocast(torch::Library& m);
 void register_batch_norm_act(torch::Library& m);
 void register_batch_norm_act_max_pool2d(torch::Library& m);
+void register_cheap_ops(torch::Library& m);
 void register_checkpoint(torch::Library& m);
 void register_conv(torch::Library& m);
 void register_conv_batch_norm_act(torch::Library& m);

@@ -28,6 +28,8 @@ const std::vector<Pattern>& all_patterns() {
       attention(),
       softmax(),
       copies(),
+      pointwise(),
+      lookup(),
   };
   return patterns;
 }

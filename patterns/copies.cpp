@@ -5,14 +5,16 @@ namespace tsmem {
 
 // y = x in another order: attention's heads put together, a window shifted.
 Pattern copies() {
-  Rule reshape = same_schema("reshape", 2), contiguous = same_schema("contiguous", 2);
-  reshape.fed_by = contiguous.fed_by = {"permute", "transpose", "movedim", "swapaxes", "expand", "squeeze", "roll"};
+  Rule reshape = same_schema("reshape", 2), contiguous = same_schema("contiguous", 2),
+       flatten = same_schema("flatten", 3);
+  reshape.fed_by = contiguous.fed_by =
+      flatten.fed_by = {"permute", "transpose", "movedim", "swapaxes", "expand", "squeeze", "roll"};
   return {.name = "copies",
-          .algebra = "y = contiguous(x), reshape(x) or roll(x)",
+          .algebra = "y = contiguous(x), reshape(x), flatten(x) or roll(x)",
           .keeps = "before: y, where its user keeps it; after: what x is made from",
           .conditions = "x is permuted, transposed or expanded, but for roll",
           .for_regions = true,
-          .rules = {reshape, contiguous, same_schema("roll", 3)}};
+          .rules = {reshape, contiguous, flatten, same_schema("roll", 3)}};
 }
 
 }  // namespace tsmem

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "ops/act_table.h"
+#include "ops/cheap_table.h"
 
 namespace tsmem {
 
@@ -74,10 +75,8 @@ void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
 }
 
 // Whether PyTorch's own backward of this pad keeps its input: constant and circular ones keep sizes alone.
-bool pad_keeps_input(const Node* n) {
-  if (n->inputs().size() != 4 || n->input(3)->type()->kind() != TypeKind::NoneType) return false;
-  const auto mode = toIValue(n->input(2));
-  return mode && mode->isString() && (mode->toStringRef() == "reflect" || mode->toStringRef() == "replicate");
+bool pad_keeps_input(const std::string& mode, const Node* n) {
+  return n->input(3)->type()->kind() == TypeKind::NoneType && (mode == "reflect" || mode == "replicate");
 }
 
 bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
@@ -125,7 +124,20 @@ CanonicalOp canonical(Node* n) {
       op.trouble = "the addition has a factor (alpha)";
     return op;
   }
-  if (base == "pad" && !pad_keeps_input(n)) return {};
+  // Arithmetic of numbers.
+  if (!n->inputs().empty() && n->input(0)->type()->isSubtypeOf(*NumberType::get()) &&
+      n->output(0)->type()->isSubtypeOf(*NumberType::get()))
+    return {};
+  if (base == "pad") {
+    const auto mode = n->inputs().size() == 4 ? toIValue(n->input(2)) : std::nullopt;
+    if (!mode || !mode->isString()) return {};
+    if (mode->toStringRef() == "constant") {
+      op.name = "constant_pad_nd";
+      op.inputs = {n->input(0), n->input(1), n->input(3)};
+      return op;
+    }
+    if (!pad_keeps_input(mode->toStringRef(), n)) return {};
+  }
   op.name = base;
   op.inputs = n->inputs().vec();
   return op;
@@ -134,7 +146,7 @@ CanonicalOp canonical(Node* n) {
 bool makes_fresh_tensor(const Node* n) {
   // A list of what is known, not the schema: dropout, type_as, expand and others may return their input without saying
   // so.
-  static const std::set<std::string> fresh = {"conv1d",
+  static const std::set<std::string> known = {"conv1d",
                                               "conv2d",
                                               "conv3d",
                                               "conv_transpose1d",
@@ -184,6 +196,12 @@ bool makes_fresh_tensor(const Node* n) {
                                               "randn",
                                               "rand",
                                               "embedding"};
+  static const std::set<std::string> fresh = [] {
+    std::set<std::string> all = known;
+    for (const CheapOp& op : kCheapOps)
+      if (op.in_place) all.insert(std::string(op.name()));
+    return all;
+  }();
   const std::string name = n->kind().toUnqualString();
   return n->kind().is_aten() && (fresh.count(name) || is_activation(name));
 }

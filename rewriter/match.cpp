@@ -248,6 +248,7 @@ class Matcher {
         const Node* from = v->node();
         auto known = ops_.find(const_cast<Node*>(from));
         if (from->kind() == prim::If || (known != ops_.end() && wanted.count(known->second.name))) return true;
+        if (from->kind() == prim::GetAttr && wanted.count("parameter") && is_tensor(v)) return true;
       }
     return false;
   }
@@ -262,6 +263,8 @@ class Matcher {
       } else if (a.ops[i].name == "add" || a.ops[i].name == "mul") {
         const bool swapped = a.ops[i].inputs[0] != a.nodes[i]->input(0);
         found.in_place = a.ops[i].in_place ? (swapped ? 2 : 1) : (swapped ? 3 : 0);
+      } else if (a.nodes.size() == 1) {
+        found.in_place = a.ops[i].in_place;
       }
       // Whether anything uses its result or not: it draws.
       if (a.ops[i].in_place && is_dropout(Symbol::aten(a.ops[i].name)) && a.nodes[i]->input(0)->uses().size() > 1)

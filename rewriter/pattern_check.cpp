@@ -59,6 +59,9 @@ bool accepts(const TypePtr& type, const c10::IValue& value) {
   return number || value.type()->isSubtypeOf(*type);
 }
 
+// A sum or product of a tensor and a number, by its canonical name.
+bool is_with_number(const std::string& name) { return name == "add_number" || name == "mul_number"; }
+
 std::string parameters(const FunctionSchema& schema) {
   std::vector<std::string> names;
   for (const auto& a : schema.arguments()) names.push_back(a.name());
@@ -138,6 +141,7 @@ void check_matched_operator(const Line& line) {
   if (known || name == "act") return check_activation(line, known);
   if (name == "celu") fault("match", line, line.op_column, "celu is matched as elu: write elu(%x)");
   if (commutes(name)) return check_sum_or_product(line);
+  if (is_with_number(name)) return;
   const auto all = overloads(qualified ? name : "aten::" + name);
   if (all.empty()) fault("match", line, line.op_column, no_operator(qualified ? name : "aten::" + name));
   size_t wrong = 0;  // argument of the last overload with this many
@@ -291,7 +295,7 @@ const FunctionSchema& called(const std::string& part, const Line& line, const st
 // The type of a result of a matched operator; null where its overloads differ.
 TypePtr result_type(const Line& line, size_t k) {
   const std::string name = line.op.starts_with("aten::") ? line.op.substr(6) : line.op;
-  if (name == "act" || known_activation(name) || commutes(name)) return c10::TensorType::get();
+  if (name == "act" || known_activation(name) || commutes(name) || is_with_number(name)) return c10::TensorType::get();
   TypePtr type;
   for (const FunctionSchema* schema : overloads(name.find("::") == std::string::npos ? "aten::" + name : name)) {
     if (schema->arguments().size() != line.arguments.size() || schema->returns().size() <= k) continue;
@@ -405,8 +409,8 @@ void check_words(const Rule& rule, const Matched& m) {
                          fmt::format("'{}' is no activation here; there are: {}", name, fmt::join(names, ", ")), name};
   }
   for (const std::string& name : rule.fed_by) {
-    const bool known =
-        name == "act" || !overloads(name.find("::") == std::string::npos ? "aten::" + name : name).empty();
+    const bool known = name == "act" || name == "parameter" || is_with_number(name) ||
+                       !overloads(name.find("::") == std::string::npos ? "aten::" + name : name).empty();
     if (!known) throw PatternFault{"fed-by", 0, 0, no_operator("aten::" + name), name};
   }
 }

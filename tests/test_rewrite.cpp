@@ -707,6 +707,82 @@ TEST(Regions, ASumOfNormsOfInstancesIsMadeAgain) {
   expect_same_numbers(original, m, image());
 }
 
+TEST(Regions, ChainsOfElementwiseOperators) {
+  Module m = net(R"(
+    def forward(self, x):
+        y = torch.relu(self.bn.forward(self.conv.forward(x)))
+        d = y - torch.mean(y, [1], True)
+        v = torch.mean(torch.pow(d, 2), [1], True)
+        z = d * torch.rsqrt(v + 0.1)
+        z = torch.where(z > 0, z, -z) / 2
+        z = 1.5 - z.masked_fill_(z > 2, 0.5)
+        z = torch.clamp(z, -1., 1.).to(torch.float64).type_as(x)
+        z = torch.exp(z).div_(torch.sqrt(torch.abs(z) + 1))
+        return self.conv.forward(torch.pad(torch.flip(z, [3]), [1, 2]))
+  )");
+  Module original = reload(m);
+  const auto r = rewrite(m, regions());
+  const std::string text = graph(m);
+  for (const char* op : {"sub", "pow", "rsqrt", "where", "neg", "div", "rsub", "clamp", "to", "type_as", "exp", "sqrt",
+                         "abs", "constant_pad_nd", "flip", "add"})
+    EXPECT_NE(text.find(std::string("tsmem::") + op + "("), std::string::npos) << op << text;
+  EXPECT_EQ(text.find("aten::div"), std::string::npos);
+  expect_same_numbers(original, m, image());
+  Module ops = reload(original);
+  EXPECT_FALSE(matched(rewrite(ops, {}), "pointwise"));  // at level ops they would save nothing
+}
+
+TEST(Regions, LookUpsAndInterpolation) {
+  Module m = net(R"(
+    def forward(self, x):
+        y = self.conv.forward(x)
+        i = torch.tensor([2, 0, 1, 1])
+        a = y[:, i] + torch.index_select(y, 1, i)
+        b = torch.gather(y, 1, torch.zeros_like(y).to(torch.int64)) * y.repeat([1, 1, 1, 1])
+        return torch.upsample_nearest2d(a * b, None, [2., 2.])
+  )");
+  Module original = reload(m);
+  const auto found = names(rewrite(m, regions()));
+  EXPECT_EQ(std::count(found.begin(), found.end(), "lookup"), 5) << graph(m);
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Regions, DoesNotTakeElementwiseOperatorsOfWhatIsNotMadeAgain) {
+  Module m = net("def forward(self, x):\n    return self.conv.forward(torch.exp(x)) - x\n");
+  EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+}
+
+TEST(Regions, DoesNotTakeArithmeticOfNumbers) {
+  Module m =
+      net("def forward(self, x):\n    n = -(abs(x.size(0) - 3) // 2) + 2 ** x.size(1)\n    k = float(n) / 2. - 1.\n"
+          "    return torch.relu(self.conv.forward(x)) * k\n");
+  Module original = reload(m);
+  const auto r = rewrite(m, regions());
+  EXPECT_EQ(names(r), (V{"activation", "conv", "pointwise"}));
+  EXPECT_TRUE(r.refused.empty());
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Regions, DoesNotTakeAnElementwiseOverwriteOfWhatOthersSee) {
+  Module m =
+      net("def forward(self, x):\n    y = torch.relu(self.conv.forward(x))\n    z = y.div_(2.)\n    return z + y\n");
+  const auto r = rewrite(m, regions());
+  EXPECT_FALSE(matched(r, "pointwise"));
+  EXPECT_TRUE(refused(r, "pointwise", "uses too"));
+}
+
+TEST(Regions, AParameterIsThereAnyway) {
+  Module m = net(R"(
+    def forward(self, x):
+        w = self.conv.weight
+        w = (w - torch.mean(w, [1, 2, 3], True)) / torch.std(w, [1, 2, 3], True, True)
+        return torch.conv2d(x, w)
+  )");
+  Module original = reload(m);
+  EXPECT_EQ(names(rewrite(m, regions())), (V{"conv", "pointwise", "pointwise", "pointwise"}));
+  expect_same_numbers(original, m, image());
+}
+
 TEST(Checkpoint, WrapsTheCallsAndIsUndone) {
   Module block =
       net("def forward(self, x, k: int):\n    return torch.relu(self.bn.forward(self.conv.forward(x))) * k, k\n");

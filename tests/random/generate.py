@@ -159,7 +159,10 @@ ARITHMETIC = (
     "{v}.abs()|-{v}|{v}.neg()|torch.exp(-{v}.abs())|{v}.square()|{v}.pow(2)|torch.sqrt({v}.abs() + 0.1)|{v} + 1.0|{v} * 0.5|{v} - 0.5|{v} / 2.0|2.0 - {v}|{v} + {v}|{v} * {v}|torch.add({v}, {v})"
     "|F.relu({v} + {v})|torch.cumsum({v}, 1)|F.normalize({v}, dim=1)|torch.flip({v}, [1])|{v}.clone()|{v}.detach()|{v}.float()|{v}.double()|{v} - {v}.mean()|{v} * {v}.mean()"
     "|{v} - {v}.mean(dim=1, keepdim=True)|{v}.type_as({v})|torch.rsqrt({v}.abs() + 0.5)|torch.sin({v})|torch.log1p({v}.abs())|1.0 / ({v}.abs() + 1.0)|{v}.add({v}, alpha=2)|{v}.expand_as({v})"
-    "|torch.zeros_like({v})|{v} + torch.ones_like({v})|{v}.to({v}.dtype)|torch.atan({v})|torch.erf({v})"
+    "|torch.zeros_like({v})|{v} + torch.ones_like({v})|{v}.to({v}.dtype)|torch.atan({v})|torch.erf({v})|torch.reciprocal({v}.abs() + 1.0)|{v}.masked_fill({v} > 0.5, 0.25)|torch.where({v} > 0, {v}, 0.5)"
+    "|{v} - {v}.norm(2, 1, True)|({v} - {v}.mean(1, True)) / torch.sqrt({v}.var(1, False, True) + 0.1)|{v} * torch.rsqrt({v}.pow(2).mean(-1, keepdim=True) + 1e-5)|{v}.index_select(1, torch.arange({v}.size(1)))"
+    "|{v}[torch.arange({v}.size(0) - 1, -1, -1)]|torch.gather({v}, 1, {v}.argsort(1))|F.pad({v}, [1, 1])[..., 1:-1]|torch.cos({v})|torch.pow(2.0, {v}.clamp(-1.0, 1.0))|{v}.repeat_interleave(2, 1)[:, ::2]"
+    "|torch.cat([-{v}[..., 1:], {v}[..., :1]], -1)|{v}.pow(3) * 0.1|{v} / ({v}.std(1, keepdim=True) + 0.5)"
 ).split("|")
 ALIASES = (
     "{v}|{v}.view_as({v})|{v}[:]|{v}.contiguous()|F.dropout({v}, 0.5, False)|{v}.expand_as({v})|{v}.unsqueeze(0).squeeze(0)|{v}.transpose(0, 1).transpose(0, 1)|{v}.reshape({v}.shape)|{v}.view({v}.size())"

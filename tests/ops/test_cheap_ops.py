@@ -1,0 +1,358 @@
+"""Elementwise operators, casts, copies and look-ups: equal to PyTorch's, and made again from what is kept anyway."""
+
+import itertools
+
+import pytest
+import torch
+from op_checks import DTYPES, assert_equal, calls, channels_last, live_bytes, run, saved
+
+pytestmark = pytest.mark.usefixtures("ops")
+
+F64 = torch.float64
+I = torch.tensor([3, 0, 3, 1])
+MASK = torch.tensor([True, False, True, True, False])
+
+
+def data(*shape, dtype=F64, low=-2.0, high=2.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.rand(shape, generator=g, dtype=F64) * (high - low) + low).to(dtype)
+
+
+def positive(*shape, seed=0):
+    return data(*shape, low=0.5, high=2.5, seed=seed)
+
+
+# Name, and tensors and other arguments of several calls.
+X, Y = data(4, 6, 5), data(4, 6, 5, seed=1)
+P, Q = positive(4, 6, 5), positive(4, 6, 5, seed=1)
+CASES = {
+    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "atan", "erf")},
+    **{name: [(P,)] for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "log1p")},
+    "add.Scalar": [(X, 2), (X, 0.5, 3)],
+    "sub.Tensor": [(X, Y), (X, Y, 3), (X, Y[:, :1]), (X[:1], Y[0, 0])],
+    "sub.Scalar": [(X, 2), (X, 0.5, 3)],
+    "rsub.Tensor": [(X, Y), (X[:, :1], Y, 2)],
+    "rsub.Scalar": [(X, 1), (X, 0.5, 2)],
+    "mul.Scalar": [(X, 2), (X, 0.3)],
+    "div.Tensor": [(X, P), (X, P[:, :1]), (X[0, 0], P), (X, P[0, 0, 0])],
+    "div.Scalar": [(X, 2), (X, 0.3)],
+    "pow.Tensor_Scalar": [(X, 2), (X, 3), (P, 0.5), (P, -1.5), (X, 0), (X, 1)],
+    "pow.Tensor_Tensor": [(P, Y), (P, Y[:, :1])],
+    "pow.Scalar": [(2.0, Y), (0.7, Y)],
+    "clamp": [(X, -0.5, 0.5), (X, None, 0.5), (X, -0.5, None)],
+    "clamp_min": [(X, 0.1)],
+    "clamp_max": [(X, 0.1)],
+    "minimum": [(X, Y), (X, Y[:, :1])],
+    "maximum": [(X, Y), (X[0], Y)],
+    "min.other": [(X, Y)],
+    "max.other": [(X, Y)],
+    "addcmul": [(X, Y, P), (X[0, 0], P[0, 0], Y, 2.0)],
+    "where.self": [(MASK, X, Y), (X > 0, X[:, :1], Y[0, 0])],
+    "where.ScalarSelf": [(MASK, 2.0, Y)],
+    "where.ScalarOther": [(X > 0, X, -1.0)],
+    "masked_fill.Scalar": [(X, MASK, 3.0), (X[:, :1], Y > 0, float("-inf"))],
+    "masked_fill.Tensor": [(X, MASK, Y[0, 0, 0])],
+    "tril": [(X,), (X, 1)],
+    "triu": [(X,), (X, -1)],
+    "to.dtype": [(X, torch.float32), (X, F64)],
+    "_to_copy": [(X,), (X, torch.float32)],
+    "type_as": [(X, Y.float()), (X, Y)],
+    "clone": [(X,), (X, torch.contiguous_format)],
+    "flip": [(X, [0, 2])],
+    "stack": [([X, Y], 1), ([X, Y, P], -1)],
+    "repeat": [(X, [2, 1, 1, 3])],
+    "repeat_interleave.self_int": [(X, 3, 1), (X, 2)],
+    "pixel_shuffle": [(data(2, 8, 3, 4), 2)],
+    "pixel_unshuffle": [(data(2, 2, 4, 6), 2)],
+    "constant_pad_nd": [(X, [1, 2]), (X, [1, 2, 0, 3], 1.5), (X, [-1, 1])],
+    "im2col": [(data(2, 3, 5, 6), [3, 2], [1, 1], [1, 0], [2, 1])],
+    "index.Tensor": [(X, [I]), (X, [None, I]), (X, [I[:, None], I]), (X, [X[..., 0] > 0])],
+    "index.Tensor_hacked_twin": [(X, [I]), (X, [I, I])],
+    "index_select": [(X, 1, I)],
+    "gather": [(X, 1, torch.tensor([[[1, 2, 0], [3, 3, 5]]]))],
+    "embedding": [(data(7, 5), I), (data(7, 5), I[:, None], 3)],
+    "upsample_nearest1d.vec": [(data(2, 3, 5), None, [2.0])],
+    "upsample_nearest2d.vec": [(data(2, 3, 5, 4), [10, 9], None)],
+    "upsample_nearest3d.vec": [(data(2, 3, 5, 4, 2), None, [2.0, 2.0, 2.0])],
+    "upsample_linear1d.vec": [(data(2, 3, 5), None, False, [2.0])],
+    "upsample_bilinear2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
+    "upsample_trilinear3d.vec": [(data(2, 3, 5, 4, 2), None, False, [2.0, 2.0, 2.0])],
+    "var.dim": [(X, [1], True, True), (X, [0, -1], False, False), (X, None, True, False)],
+    "var.correction": [(X, [2], 0, True), (X, [1, 2])],
+    "std.dim": [(X, [1], True, True), (X, [0, -1], False, False)],
+    "std.correction": [(X, [2], 0, True), (X, None, 1.5)],
+    "norm.ScalarOpt_dim": [(X, 2, [1], True), (X, 2, [0, -1]), (X, None, [2]), (X, 3, [1]), (X, 1, [1], True)],
+    "linalg_vector_norm": [(X,), (X, 2, [1, 2], True), (X, 1, [1]), (X, float("inf"), [1])],
+}
+NAMES = sorted(CASES)
+SECOND_OPERATORS = {"pow.Tensor_Scalar": "pow_.Scalar", "pow.Tensor_Tensor": "pow_.Tensor"}
+ALL = pytest.mark.parametrize("name", NAMES)
+
+
+def op(library, name):
+    base, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, library), base), overload or "default")
+
+
+def arguments_of(name):
+    return [a.name for a in op("tsmem", name)._schema.arguments]
+
+
+def ours(name, recompute=1, in_place=0):
+    names, f = arguments_of(name), op("tsmem", name)
+    last = {"recompute": recompute, **({"in_place": in_place} if "in_place" in names else {})}
+    return lambda *a: f(*a, **last)
+
+
+def stock(name):
+    """aten's, called by position as ours are: what is given by keyword alone there is not here."""
+    if name == "index.Tensor_hacked_twin":
+        return lambda x, i: torch.ops.aten.index.Tensor(x, i)
+    f = op("aten", name)
+    positional = [a.name for a in f._schema.arguments if not a.kwarg_only]
+    keyword = [a.name for a in f._schema.arguments if a.kwarg_only]
+    return lambda *a: f(*a[: len(positional)], **dict(zip(keyword, a[len(positional) :])))
+
+
+def tensors(args, grads=None):
+    """The arguments with fresh leaves, and these."""
+    leaves = []
+
+    def leaf(x):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        wanted = True if grads is None else grads[len(leaves) % len(grads)]
+        leaves.append(x.detach().clone(memory_format=torch.preserve_format).requires_grad_(wanted))
+        return leaves[-1]
+
+    return [[leaf(t) for t in a] if isinstance(a, list) and a and isinstance(a[0], torch.Tensor) else leaf(a) for a in args], leaves
+
+
+def outcome(f, args, grads=None, cotangent=None):
+    given, leaves = tensors(args, grads)
+    y = f(*given)
+    wanted = [x for x in leaves if x.requires_grad]
+    if not y.requires_grad:
+        return [y]
+    g = data(*y.shape, seed=5).to(y.dtype) if cotangent is None else cotangent
+    return [y.detach(), *torch.autograd.grad(y, wanted, g, allow_unused=True)]
+
+
+def assert_close(actual, expected, rtol=1e-12):
+    assert len(actual) == len(expected)
+    for i, (a, e) in enumerate(zip(actual, expected)):
+        assert (a is None) == (e is None)
+        if a is not None:
+            assert a.dtype == e.dtype and a.shape == e.shape
+            torch.testing.assert_close(a, e, rtol=rtol if e.dtype == F64 else None, atol=rtol if e.dtype == F64 else None, equal_nan=True)
+    assert actual[0].stride() == expected[0].stride()
+
+
+def test_every_operator_has_a_case():
+    """The table's rows, as the library has registered them."""
+    mine = {s.name.removeprefix("tsmem::") + ("." + s.overload_name if s.overload_name else "") for s in torch._C._jit_get_all_schemas()
+            if s.name.startswith("tsmem::")}
+    assert set(NAMES) <= mine
+    aten = {s.name.removeprefix("aten::") + ("." + s.overload_name if s.overload_name else "") for s in torch._C._jit_get_all_schemas()
+            if s.name.startswith("aten::")}
+    others = {"contiguous", "reshape", "flatten", "roll", "cat", "softmax", "matmul", "linear", "layer_norm", "group_norm", "dropout", "pad", "embedding_bag",
+              "scaled_dot_product_attention", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "_convolution", "_convolution.deprecated"}
+    others |= {f"{kind}{d}d{more}" for d in (1, 2, 3) for kind in ("conv", "conv_transpose", "avg_pool", "adaptive_avg_pool", "max_pool", "adaptive_max_pool", "reflection_pad", "replication_pad")
+               for more in ("", ".padding", ".input")}
+    missing = {n for n in mine & aten if n not in CASES and n not in others}
+    assert not missing
+
+
+@ALL
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_equals_stock(name, recompute):
+    for args in CASES[name]:
+        count = len(tensors(args)[1])
+        for grads in itertools.product([True, False], repeat=min(count, 3)):
+            assert_close(outcome(ours(name, recompute), args, grads), outcome(stock(name), args, grads))
+
+
+@ALL
+def test_dtypes_layouts_and_sizes(name):
+    for args in CASES[name]:
+        for dtype in DTYPES:
+            cast = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            given = [[cast(t) for t in a] if isinstance(a, list) else cast(a) for a in args]
+            try:
+                expected = outcome(stock(name), given)
+            except RuntimeError as error:
+                with pytest.raises(RuntimeError) as raised:
+                    outcome(ours(name), given)
+                assert str(raised.value).splitlines()[0] == str(error).splitlines()[0]
+                continue
+            actual = outcome(ours(name), given)
+            for a, e in zip(actual, expected):
+                assert a.dtype == e.dtype and a.shape == e.shape
+                torch.testing.assert_close(a, e, equal_nan=True)
+        # Other strides, gaps between elements, and no elements.
+        for change in (lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0), lambda x: torch.stack((x, x), -1)[..., 0]):
+            moved = [change(a) if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() else a for a in args]
+            assert_close(outcome(ours(name), moved), outcome(stock(name), moved))
+        y = stock(name)(*args)
+        g = torch.ones((), dtype=y.dtype).expand(y.shape)
+        assert_close(outcome(ours(name), args, cotangent=g), outcome(stock(name), args, cotangent=g))
+    if all(isinstance(a, torch.Tensor) for a in CASES[name][0]):
+        empty = [a[:0] for a in CASES[name][0] if a.dim()]
+        if len(empty) == len(CASES[name][0]) and len({tuple(a.shape[1:]) for a in empty}) == 1:
+            assert_close(outcome(ours(name), empty), outcome(stock(name), empty))
+
+
+@ALL
+def test_derivatives(name):
+    for args in CASES[name]:
+        if name in ("to.dtype", "_to_copy", "type_as") and args[1:] and args[1] is not F64:
+            continue  # gradients of another dtype
+
+        def f(*leaves):
+            rest = iter(leaves)
+            take = lambda x: next(rest) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            return ours(name)(*[[take(t) for t in a] if isinstance(a, list) and a and isinstance(a[0], torch.Tensor) else take(a) for a in args])
+
+        leaves = tensors(args)[1]
+        assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
+
+
+@ALL
+def test_in_place(name):
+    if "in_place" not in arguments_of(name) or not isinstance(CASES[name][0][0], torch.Tensor):
+        return
+    base, _, overload = SECOND_OPERATORS.get(name, name.replace(".", "_.", 1) if "." in name else name + "_").partition(".")
+    f = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def overwrite(x, *rest):
+        return stock_call(f, x.clone(memory_format=torch.preserve_format), *rest)
+
+    def stock_call(f, *a):
+        positional = [s.name for s in f._schema.arguments if not s.kwarg_only]
+        keyword = [s.name for s in f._schema.arguments if s.kwarg_only]
+        return f(*a[: len(positional)], **dict(zip(keyword, a[len(positional) :])))
+
+    def attempt(f, args):
+        try:
+            return outcome(f, args)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    def same(args):
+        a, b = attempt(ours(name, 1, 1), args), attempt(overwrite, args)
+        if isinstance(b, str):
+            assert a == b, (a, b)
+        else:
+            assert_close(a, b)
+
+    for args in CASES[name]:
+        same(args)
+        same([args[0].float(), *args[1:]])
+        same([args[0].long(), *args[1:]])
+        same([args[0][:, :1] if args[0].dim() > 1 else args[0], *args[1:]])
+
+
+@ALL
+def test_scripted_autocast_meta(name):
+    """Four calls of scripted code, eager and scripted autocast, tensors without memory."""
+    args = CASES[name][0]
+    if any(isinstance(a, list) and a and (a[0] is None or isinstance(a[0], torch.Tensor)) for a in args):
+        return
+    x = next(a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point())
+    for autocast in (False, True):
+        for a in (args, [t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args], [t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                try:
+                    expected = outcome(stock(name), a)
+                except RuntimeError:
+                    continue
+                actual = outcome(ours(name), a)
+            for u, v in zip(actual, expected):
+                assert u.dtype == v.dtype, (name, autocast)
+                torch.testing.assert_close(u, v)
+    meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in args]
+    y = ours(name)(*tensors(meta)[0])
+    assert y.shape == stock(name)(*args).shape and y.device.type == "meta"
+    assert x.shape is not None
+
+
+@ALL
+def test_recomputed_in_backward(name):
+    """A product that reads the output makes it again, and the gradients are the same bits as with the output kept."""
+    for args in CASES[name]:
+        def through(recompute):
+            def f(*a):
+                a = [torch.ops.tsmem.act(t, "silu", [], recompute) if isinstance(t, torch.Tensor) and t.is_floating_point() and name not in ("sqrt", "rsqrt", "log", "log2", "log10", "pow.Tensor_Scalar", "pow.Tensor_Tensor") else t for t in a]
+                y = ours(name, recompute)(*a)
+                return torch.ops.tsmem.mul(y, y, recompute)
+            return f
+
+        big = [t.repeat(*[1] * (t.dim() - 1), 200) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() and t.shape[-1] == 5 and name not in ("where.self", "where.ScalarSelf", "masked_fill.Scalar", "masked_fill.Tensor", "where.ScalarOther", "pixel_shuffle") else t for t in args]
+        assert_close(outcome(through(1), big), outcome(through(0), big))
+
+
+KEEPS_NOTHING = ["abs", "neg", "square", "exp", "sin", "erf", "add.Scalar", "mul.Scalar", "div.Scalar", "rsub.Scalar", "clamp_min", "sqrt", "to.dtype", "flip", "clone"]
+
+
+@pytest.mark.parametrize("name", KEEPS_NOTHING)
+def test_chains_keep_nothing(name):
+    """Between an activation's input, which is kept, and a product: no more is kept than those two have."""
+    x = positive(64, 1024).float().requires_grad_()
+    w = torch.rand(1024, dtype=torch.float32, requires_grad=True)
+    rest = (torch.float64,) if name == "to.dtype" else tuple(a for a in CASES[name][0][1:])
+
+    def f():
+        y = torch.ops.tsmem.act(x * 1, "silu", [], 1)
+        y = ours(name)(y, *rest)
+        y = ours(name)(y, *rest)
+        return torch.ops.tsmem.mul(y.float(), w, 1).sum()
+
+    assert live_bytes(f) <= x.numel() * 4 + (x.numel() * 4 if name == "to.dtype" else 0) + 3 * w.numel() * 8
+
+
+def test_a_small_source_is_held():
+    """x - mean: nobody keeps the mean, which is as small as a row of x."""
+    x = data(512, 64, 8).float().requires_grad_()
+
+    def f():
+        y = torch.ops.tsmem.act(x * 1, "silu", [], 1)
+        y = torch.ops.tsmem.sub(y, y.mean((1, 2), True), 1, 1)
+        return torch.ops.tsmem.mul(y, torch.ones(8, requires_grad=True), 1).sum()
+
+    assert live_bytes(f) <= 1.05 * x.numel() * 4
+    expected = (torch.nn.functional.silu(x) - torch.nn.functional.silu(x).mean((1, 2), True)).sum()
+    torch.testing.assert_close(torch.autograd.grad(f(), x)[0], torch.autograd.grad(expected, x)[0])
+
+
+def test_second_derivatives_of_what_is_recomputed_are_refused():
+    x = data(64, 128).requires_grad_()
+    y = torch.ops.tsmem.exp(torch.ops.tsmem.act(x, "silu", [], 1), 1)
+    z = torch.ops.tsmem.square(y, 1)
+    (g,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["exp", "sub.Tensor", "div.Tensor", "pow.Tensor_Scalar", "rsqrt", "clamp", "index_select"])
+def test_vmap(name):
+    args = CASES[name][0]
+    given = [a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    def call(f):
+        def g(*leaves):
+            rest = iter(leaves)
+            return f(*[next(rest) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args])
+        return g
+    stacked = [torch.stack((t, t + 1)) for t in given]
+    assert_equal([torch.func.vmap(call(ours(name)))(*stacked)], [torch.func.vmap(call(stock(name)))(*stacked)], layout=False)
+    for f, g in zip(*(torch.func.vmap(torch.func.grad(lambda *a, h=h: call(h)(*a).sin().sum(), tuple(range(len(given)))))(*stacked) for h in (ours(name), stock(name)))):
+        torch.testing.assert_close(f, g)
+
+
+def test_saved_without_a_gradient():
+    x = data(64, 128)
+    w = x.clone().requires_grad_()
+    assert saved(lambda: ours("exp")(x))[0] == []
+    assert len(saved(lambda: ours("div.Tensor")(w, x))[0]) == 1
+    with torch.no_grad():
+        assert not ours("exp")(w).requires_grad
