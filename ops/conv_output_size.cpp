@@ -1,6 +1,7 @@
 // What needs no more of a convolution's operands than their sizes: the sizes of its result, which a model reads of a
 // conv output that is no longer made, and the gradient of its input.
 #include <ATen/ATen.h>
+#include <c10/core/WrapDimMinimal.h>
 #include "common.h"
 #include "registration.h"
 
@@ -42,12 +43,23 @@ at::Tensor conv_input_gradient(const at::Tensor& dy, const at::Tensor& weight, a
   return at::convolution(dy, weight, {}, stride, padding, dilation, !transposed, rest, groups);
 }
 
+static int64_t conv_output_size_at(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+                                   at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                                   at::IntArrayRef output_padding, int64_t groups, int64_t dim) {
+  const auto sizes = conv_output_size(input, weight, stride, padding, dilation, transposed, output_padding, groups);
+  return sizes[c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes.size()))];
+}
+
 void register_conv_output_size(torch::Library& m) {
   m.def(
       "conv_output_size(Tensor input, Tensor weight, int[] stride, int[] padding, int[] dilation, bool transposed, "
       "int[] output_padding, "
       "int groups) -> int[]",
       TORCH_FN(conv_output_size));
+  m.def(
+      "conv_output_size.dim(Tensor input, Tensor weight, int[] stride, int[] padding, int[] dilation, bool transposed, "
+      "int[] output_padding, int groups, int dim) -> int",
+      TORCH_FN(conv_output_size_at));
 }
 
 }  // namespace tsmem

@@ -48,6 +48,7 @@ void register_vmap(torch::Library& m) {
                            "conv3d.padding",
                            "conv_batch_norm_act",
                            "conv_output_size",
+                           "conv_output_size.dim",
                            "conv_transpose1d",
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",

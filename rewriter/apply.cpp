@@ -201,18 +201,29 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   return n;
 }
 
+// One size alone, from an operator like `sizes`.
+Value* size_at(Graph& g, Node* sizes, Value* dim, const Value* before) {
+  std::vector<Value*> arguments = sizes->inputs().vec();
+  arguments.push_back(dim);
+  Value* size = g.insertNode(g.create(sizes->kind(), arguments, 1))->output()->setType(IntType::get());
+  if (before->hasDebugName()) size->setDebugName(before->debugNameBase());
+  return size;
+}
+
 // Users that only ask for the sizes of an inner value ask `sizes` instead, as that value is no longer made.
-void reroute_sizes(Graph& g, Value* inner, Value* sizes) {
+void reroute_sizes(Graph& g, const Rule& rule, Value* inner, Node* sizes) {
   for (const Use& use : std::vector<Use>(inner->uses())) {
     Node* n = use.user;
-    if (n->kind() != aten::size && n->kind() != aten::dim) continue;
+    if (!asks_for_sizes(n, rule)) continue;
     WithInsertPoint here(n);
-    Value* v = n->kind() == aten::dim    ? g.insert(aten::len, {sizes})
-               : n->inputs().size() == 2 ? g.insert(aten::__getitem__, {sizes, n->input(1)})
-                                         : sizes;
+    Value* v = n->kind() == aten::dim        ? g.insert(aten::len, {sizes->output()})
+               : n->kind() == aten::sym_size ? size_at(g, sizes, n->input(1), n->output())
+               : n->inputs().size() == 2     ? g.insert(aten::__getitem__, {sizes->output(), n->input(1)})
+                                             : sizes->output();
     n->output()->replaceAllUsesWith(v);
     n->destroy();
   }
+  if (!sizes->hasUses()) sizes->destroy();
 }
 
 void put(Graph& g, const View& copy, const Found& f, const RecomputeValue& recompute) {
@@ -242,7 +253,7 @@ void put(Graph& g, const View& copy, const Found& f, const RecomputeValue& recom
     const Line line = parse_lines(f.rule->sizes).front();
     Value* inner = values.at(line.outputs[0]);
     if (inner->uses().size() > 1)
-      reroute_sizes(g, inner, put_line(g, line, inner->node(), values, f, recompute)->output());
+      reroute_sizes(g, *f.rule, inner, put_line(g, line, inner->node(), values, f, recompute));
   }
   for (auto& [name, v] : made) {
     auto old = f.values.find(name);
@@ -298,9 +309,8 @@ static std::vector<Node*> strangers(const View& copy, const std::vector<const Fo
     for (Node* n : nodes)
       for (const Value* v : n->outputs())
         for (const Use& use : v->uses()) {
-          const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
           const bool inside = std::find(nodes.begin(), nodes.end(), use.user) != nodes.end();
-          if (!replaced.count(v) && !inside && !(asks_size && !f->rule->sizes.empty())) users.push_back(use.user);
+          if (!replaced.count(v) && !inside && !asks_for_sizes(use.user, *f->rule)) users.push_back(use.user);
         }
   }
   return users;

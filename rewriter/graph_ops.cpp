@@ -71,14 +71,6 @@ void refuse_options_of_files(const RewriteOptions& options) {
   refuse(!options.method.empty(), "method", "compile the method itself");
 }
 
-void refuse_opaque(const Module& module) {
-  for (const torch::jit::Node* n : function_graph(module.type()->findMethod("forward"))->nodes())
-    if (is_opaque(n))
-      throw Error(
-          ErrorKind::request,
-          "A budget needs a graph that can be run as a whole, and this one has an operator on functions in it.");
-}
-
 std::string rewrite_graph(const std::string& description, const c10::List<at::Tensor>& state, const IValue& examples,
                           const std::string& text) {
   return reported([&] {
@@ -99,7 +91,10 @@ std::string rewrite_graph(const std::string& description, const c10::List<at::Te
     }
     check_plan_request(request, options.level, !run.specs.empty() || !examples.isNone());
     const Module original = module_of_graph(graph, copies(about, state));
-    refuse_opaque(original);
+    if (has_opaque(original))
+      throw Error(
+          ErrorKind::request,
+          "A budget needs a graph that can be run as a whole, and this one has an operator on functions in it.");
     Session session(original, module_of_graph(graph, copies(about, state)));
     const PlannedRewrite planned =
         session.plan(options, run.inputs(examples, request.how.estimate ? "meta" : run.device), request);

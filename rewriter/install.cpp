@@ -18,8 +18,7 @@ using namespace torch::jit;
 
 using namespace added_names;
 
-// Replaces a graph's body, so that the Function, its schema and everybody who holds it stay.
-static void replace_body(Graph& graph, Graph& body) {
+void replace_body(Graph& graph, Graph& body) {
   while (!graph.outputs().empty()) graph.eraseOutput(graph.outputs().size() - 1);
   for (auto it = graph.nodes().rbegin(); it != graph.nodes().rend(); it = graph.nodes().rbegin()) it->destroy();
   WithInsertPoint at_end(graph.block());

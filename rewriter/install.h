@@ -13,6 +13,9 @@ namespace tsmem {
 // everybody who holds it stay.
 void install(const c10::ClassTypePtr& type, const std::string& method, const std::shared_ptr<torch::jit::Graph>& body);
 
+// Replaces a graph's body by another's, so that the Function, its schema and everybody who holds it stay.
+void replace_body(torch::jit::Graph& graph, torch::jit::Graph& body);
+
 // Throws Error where `method` can't be put under autocast.
 void check_autocast(const torch::jit::Module& module, const std::string& method);
 

@@ -1,5 +1,6 @@
 #include "rewriter/match.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/constants.h>
 
@@ -12,6 +13,12 @@
 namespace tsmem {
 
 using namespace torch::jit;
+
+bool asks_for_sizes(const Node* n, const Rule& rule) {
+  if (rule.sizes.empty()) return false;
+  if (n->kind() != aten::sym_size) return n->kind() == aten::size || n->kind() == aten::dim;
+  return c10::Dispatcher::singleton().findSchema({parse_lines(rule.sizes).front().op, "dim"}).has_value();
+}
 
 const Scope* common_scope(const Scope* a, const Scope* b) {
   std::unordered_set<const Scope*> up;
@@ -449,8 +456,8 @@ class Matcher {
         k < outs.size() && !rule.rule->sizes.empty() && parse_lines(rule.rule->sizes).front().outputs[0] == outs[k];
     size_t others = 0;
     for (const Use& use : a.nodes[i]->output(k)->uses()) {
-      const bool asks_size = use.user->kind() == aten::size || use.user->kind() == aten::dim;
-      if (std::find(a.nodes.begin(), a.nodes.end(), use.user) == a.nodes.end() && !(sized && asks_size)) ++others;
+      const bool inside = std::find(a.nodes.begin(), a.nodes.end(), use.user) != a.nodes.end();
+      if (!inside && !(sized && asks_for_sizes(use.user, *rule.rule))) ++others;
     }
     if (others == 0) return "";
     return fmt::format("the output of {} has {} other user{}", name_of(a.nodes[i]), others, others == 1 ? "" : "s");

@@ -53,6 +53,10 @@ struct Attributes {
 
 MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes);
 
+// Whether a node only asks for sizes of an inner value that the rule's `sizes` knows. Exported graphs ask for one size
+// (sym_size), and hold no lists of sizes: there the operator of `sizes` needs an overload "dim" that gives one.
+bool asks_for_sizes(const Node* n, const Rule& rule);
+
 // The innermost scope that holds both.
 const Scope* common_scope(const Scope* a, const Scope* b);
 

@@ -238,10 +238,14 @@ c10::Device device_named(const std::string& device) {
 ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device) {
   const Reading reading(path, archive);
   check_records(path, archive, /*tensors_alone=*/true);
-  const auto program = std::make_shared<const ExportedProgram>(read_exported(path, archive));
-  ModelFile file{path, module_of(*program, device), extra_files_of(*program), program};
-  check_module(path, file.module);
-  return file;
+  try {
+    const auto program = std::make_shared<const ExportedProgram>(read_exported(path, archive));
+    ModelFile file{path, module_of(*program, device), extra_files_of(*program), program};
+    check_module(path, file.module);
+    return file;
+  } catch (const c10::Error& e) {
+    throw load_error(path, e);
+  }
 }
 
 void write_model(const ModelFile& model, const std::function<size_t(const void*, size_t)>& write) {

@@ -325,6 +325,77 @@ def test_functional_call():
     compare(*results)
 
 
+class TwoNorms(nn.Module):
+    """The first norm's activation comes last: as one operator with its norm it runs after the second norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.a, self.b = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        x = self.conv(x)
+        y, z = self.a(x), self.b(3 * x + 1)
+        return F.relu(z) + F.relu(y)
+
+
+class OverwrittenBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
+        nn.init.ones_(self.norm.bias)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        self.scale.mul_(1.5)
+        return F.relu(y) * self.scale.sum()
+
+
+def share_statistics(model, call):
+    if call == 1:
+        for name in ("running_mean", "running_var"):
+            setattr(model.b, name, getattr(model.a, name))
+
+
+def part_statistics(model, call):
+    if call == 0:
+        share_statistics(model, 1)
+    if call == 2:
+        for name in ("running_mean", "running_var"):
+            setattr(model.b, name, getattr(model.a, name).clone())
+
+
+@pytest.mark.parametrize("change", [share_statistics, part_statistics], ids=lambda f: f.__name__)
+def test_norms_that_share_their_statistics_later(change):
+    check(TwoNorms(), after=change, calls=5)
+
+
+def test_a_buffer_that_is_given_another_memory():
+    """The same tensor for the model, and for Dynamo, which asks what it is and not where."""
+    def move(model, call):
+        if call == 1:
+            model.scale.data = model.norm.bias.data
+
+    check(OverwrittenBuffer(), after=move)
+
+
+def test_functional_calls_with_shared_memory():
+    model = TwoNorms().double()
+    function = compiled(model)
+    x = SMALL.double()
+    for shares in (False, True, False, True):
+        results = []
+        for f, prefix in ((model, ""), (function, "_orig_mod.")):
+            torch.manual_seed(0)
+            given = {prefix + k: v.detach().clone() for k, v in model.state_dict().items()}
+            for name in ("running_mean", "running_var"):
+                if shares:
+                    given[f"{prefix}b.{name}"] = given[f"{prefix}a.{name}"].view(-1)
+            out = torch.func.functional_call(f, given, (x,))
+            results.append([out, *given.values()])
+        compare(*results)
+
+
 def test_module_compile_and_blocks_that_share_a_graph():
     class Block(nn.Module):
         def __init__(self):

@@ -192,6 +192,51 @@ def test_as_many_bytes_as_from_torchscript(archive, tmp_path, name):
     assert figures[0]["saved_bytes"] == figures[1]["saved_bytes"]
 
 
+class AsksSizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = F.relu(self.norm(y))
+        return z.mean((2, 3)).sum(1)[:, None] + F.interpolate(x, size=y.shape[2:]).flatten(1)
+
+
+def ask_the_convolution(records):
+    """The size of its output that the program calculates from the input's is asked of that output."""
+    program = json.loads(records["models/model.json"])
+    graph = program["graph_module"]["graph"]
+    at = next(i for i, n in enumerate(graph["nodes"]) if n["target"] == "torch.ops.aten.conv2d.default")
+    users = [a for n in graph["nodes"] for a in n["inputs"] if n["target"] == "torch.ops.aten.upsample_nearest2d.vec"]
+    size = next(x for a in users for x in a["arg"].get("as_sym_ints", []) if "as_name" in x)
+    node = {**graph["nodes"][at], "name": "asked", "target": "torch.ops.aten.sym_size.int", "outputs": [{"as_sym_int": {"as_name": "asked"}}],
+            "inputs": [{"name": "self", "arg": graph["nodes"][at]["outputs"][0], "kind": 1}, {"name": "dim", "arg": {"as_int": -2}, "kind": 1}]}
+    graph["sym_int_values"]["asked"] = graph["sym_int_values"][size["as_name"]]
+    size["as_name"] = "asked"
+    graph["nodes"].insert(at + 1, node)
+    records["models/model.json"] = json.dumps(program).encode()
+
+
+@pytest.mark.parametrize("pattern", ["conv-bn-act", "conv-bn-act-recompute"])
+def test_sizes_asked_of_a_convolution_that_is_no_longer_made(tmp_path, pattern):
+    conftest.load()
+    torch.manual_seed(0)
+    sizes = {0: torch.export.Dim("batch", min=2), 2: torch.export.Dim("height", min=4)}
+    torch.export.save(export(AsksSizes().double().train(), torch.rand(4, 3, 8, 8, dtype=torch.float64), dynamic_shapes=(sizes,)), tmp_path / "plain.pt2")
+    with_records(tmp_path / "plain.pt2", tmp_path / "m.pt2", ask_the_convolution)
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "m.mem.pt2", "--only", pattern)
+    assert done.returncode == 0 and pattern in done.stdout, done.stdout + done.stderr
+    before, after = load(tmp_path / "m.pt2"), load(tmp_path / "m.mem.pt2")
+    assert "tsmem.conv_output_size.dim" in operators(after) and "aten.conv2d.default" not in operators(after)
+    torch.export.save(after, tmp_path / "again.pt2")
+    again = load(tmp_path / "again.pt2")
+    for height in (8, 12, 7):
+        images = lambda n, height=height: torch.rand(n, 3, height, 8, dtype=torch.float64)
+        results = [steps(m.module(), images) for m in (before, after, again)]
+        assert_equal(results[0], results[1]), assert_equal(results[0], results[2])
+
+
 # ---- other commands -----------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +276,25 @@ def test_rewrite_verifies_numbers_and_keeps_extra_files(tmp_path):
     (tmp_path / "m.pt2").rename(tmp_path / "m.pt")
     assert run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "again.pt").returncode == 0
     assert (tmp_path / "again.pt").stat().st_size == (tmp_path / "new.pt2").stat().st_size
+
+
+def test_modules_of_an_import(archive, tmp_path):
+    """They are the user's: their classes, a method for each call, and profile and --module by their paths."""
+    module, _ = imported(archive("resnet18")[0], tmp_path / "m.pt")
+    block = getattr(module.layer1, "0")
+    assert block.original_name == "BasicBlock" and block.conv1.original_name == "Conv2d"
+    assert "self.layer1" in module.code and "torch.conv2d" not in module.code
+    assert "forward_1" in block.relu._c._method_names()  # its second call
+    x = torch.rand(2, 64, 8, 8, dtype=torch.float64)
+    model, _ = eager("resnet18")
+    torch.testing.assert_close(block(x), model.layer1[0](x), rtol=1e-12, atol=1e-12)
+    rows = json.loads(run("profile", tmp_path / "m.pt", "--input", "4x3x32x32:f64", "--json", "-").stdout)["modules"]
+    assert {"bn1", "layer1.0.conv1", "layer4.1.bn2"} <= {row["path"] for row in rows if row["saved_bytes"] > 0}
+    report = tmp_path / "r.json"
+    assert run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "part.pt", "--module", "layer1.*", "--json", report).returncode == 0
+    assert {m["pattern"] for m in json.loads(report.read_text())["matches"]} == {"conv", "bn-act", "bn-add-act"}
+    decoder, _ = imported(archive("decoder")[0], tmp_path / "decoder.pt")  # the tied matrix is an argument of the module that has it not
+    assert decoder.original_name == "Decoder" and decoder.norm1.original_name == "RMSNorm"
 
 
 def test_flags_of_parameters(archive, tmp_path):
@@ -426,6 +490,8 @@ def test_operators_on_functions(tmp_path):
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     torch.testing.assert_close(before.module()(x), after.module()(x), rtol=1e-12, atol=1e-12)
     fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["torch.ops.higher_order.cond", "TorchScript can't express"])
+    fails(3, "verify", tmp_path / "m.pt2", tmp_path / "new.pt2", "--input", "2x3x4x4:f64", says="operator on functions")
+    fails(3, "profile", tmp_path / "m.pt2", "--input", "2x3x4x4:f64", says="operator on functions")
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------

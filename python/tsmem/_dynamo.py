@@ -11,7 +11,7 @@ import json
 import logging
 import operator
 import re
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import fx
@@ -123,8 +123,8 @@ class _Input:
         self.is_state = isinstance(example, torch.nn.Parameter) or isinstance(example, torch.Tensor) and own
 
 
-def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]]) -> State:
-    """Parameters, buffers and constants, each under a path of its own."""
+def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any]) -> State:
+    """Parameters, buffers and constants, each under a path of its own; `values` are those of the inputs."""
     state: State = {}
     taken = set()
 
@@ -135,9 +135,9 @@ def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]]) -> State:
         taken.add(path)
         state[node.name] = (path, tensor)
 
-    for node, given in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs):
+    for node, given, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values):
         if given is not None and given.is_state:
-            add(node, given.path, given.example)
+            add(node, given.path, value)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
             add(node, node.name, getattr(gm, node.target))
@@ -160,25 +160,57 @@ def _drop_asserts(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _rewrite(gm: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, options: Dict[str, Any]) -> Tuple[fx.GraphModule, Dict[str, Any]]:
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    known = [inputs.get(n.name) for n in placeholders]
-    fakes = [k.fake if k is not None else n.meta["val"] for k, n in zip(known, placeholders)]
-    aten = _aten_graph(gm, fakes)
-    for node, fake in zip((n for n in aten.graph.nodes if n.op == "placeholder"), fakes):
-        node.meta["val"] = fake
-    _drop_asserts(aten)
-    if not casts_stay:
-        _drop_casts(aten)
-    state = _state(aten, known)
-    description = describe(aten, state, _module_of)
-    examples = None
-    if {"budget", "fit"} & options.keys():
-        examples = tuple(k.example for k in known if k is not None and not k.is_state)
-    report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(options)[1]))
-    new = report.pop("graph_module")
-    new["original"] = description["graph"]
-    return build(new, aten), report
+def _memory(tensors: Iterable[torch.Tensor]) -> Tuple[int, ...]:
+    """Which of them share memory: those have the same number."""
+    numbers: Dict[int, int] = {}
+    return tuple(numbers.setdefault(t.untyped_storage().data_ptr() or id(t), len(numbers)) for t in tensors)
+
+
+class _Rewritten(torch.nn.Module):
+    """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory. Dynamo
+    guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
+
+    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, options: Dict[str, Any]):
+        super().__init__()
+        placeholders = [n for n in original.graph.nodes if n.op == "placeholder"]
+        self.known = [inputs.get(n.name) for n in placeholders]
+        fakes = [k.fake if k is not None else n.meta["val"] for k, n in zip(self.known, placeholders)]
+        self.aten = _aten_graph(original, fakes)
+        for node, fake in zip((n for n in self.aten.graph.nodes if n.op == "placeholder"), fakes):
+            node.meta["val"] = fake
+        _drop_asserts(self.aten)
+        if not casts_stay:
+            _drop_casts(self.aten)
+        self.options = options
+        self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
+        self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
+        examples = [None if k is None else k.example for k in self.known]
+        self.graphs[self.memory(examples)], self.report = self.rewritten(examples)
+        for k in self.known:
+            if k is not None:
+                k.example = None  # the first call's tensors are not held
+
+    def memory(self, values: Sequence[Any]) -> Tuple[int, ...]:
+        return _memory([values[i] for i in self.state_at])
+
+    def rewritten(self, values: Sequence[Any]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
+        state = _state(self.aten, self.known, values)
+        description = describe(self.aten, state, _module_of)
+        examples = None
+        if {"budget", "fit"} & self.options.keys():
+            examples = tuple(v for v, k in zip(values, self.known) if k is not None and not k.is_state)
+        report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(self.options)[1]))
+        new = report.pop("graph_module")
+        new["original"] = description["graph"]
+        return build(new, self.aten).forward, report
+
+    def forward(self, *values: Any) -> Any:
+        memory = self.memory(values)
+        run = self.graphs.get(memory)
+        if run is None:
+            log.info("tsmem: parameters or buffers share memory otherwise than before, so their graph is rewritten again")
+            run = self.graphs[memory] = self.rewritten(values)[0]
+        return run(*values)
 
 
 def _said(report: Dict[str, Any]) -> str:
@@ -215,14 +247,14 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     whole: Any = gm
     for name, child in parts:
         try:
-            new, report = _rewrite(child, inputs, casts_stay, options)
+            new = _Rewritten(child, inputs, casts_stay, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
             if isinstance(error, Error) and error.exit_code in (2, 4):
                 raise
             failed = error
             said.append(f"runs as it is: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        said.append(_said(report))
+        said.append(_said(new.report))
         if name is None:
             whole = new
         else:

@@ -20,7 +20,7 @@ _FORMATS = {torch.contiguous_format: 1, torch.channels_last: 2, torch.channels_l
 _NUMBERS = {f"_operator.{name}": getattr(operator, name) for name in
             "add sub mul truediv pow floordiv mod neg eq ne lt le gt ge and_ or_".split()}
 _NUMBERS.update({"math.ceil": math.ceil, "math.floor": math.floor})
-_NUMBERS.update({f"torch.{name}": getattr(torch, name) for name in "sym_int sym_float sym_not sym_max sym_min".split()})
+_NUMBERS.update({f"torch.{name}": getattr(torch, name) for name in "sym_int sym_float sym_not sym_max sym_min sym_sum".split()})
 _NUMBER_NAMES = {function: name for name, function in _NUMBERS.items()}
 _SYMBOLS = ((bool, torch.SymBool, "sym_bool"), (int, torch.SymInt, "sym_int"), (float, torch.SymFloat, "sym_float"))
 
@@ -218,7 +218,7 @@ def build(description: Dict[str, Any], gm: fx.GraphModule) -> fx.GraphModule:
     for data in description["graph"]["nodes"]:
         names = _names(data["outputs"])
         if not data["target"].startswith("torch.ops."):
-            operands = iter([_read(a["arg"], values) for a in data["inputs"] if _is_value(a["arg"])])
+            operands = iter([values[name] for a in data["inputs"] for name in _named(a["arg"])])
             values[names[0]] = graph.node_copy(before[data["name"]], lambda _: next(operands))
             continue
         args = tuple(_read(a["arg"], values) for a in data["inputs"] if a["kind"] == 1)
@@ -243,6 +243,9 @@ def build(description: Dict[str, Any], gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def _is_value(a: Dict[str, Any]) -> bool:
+def _named(a: Dict[str, Any]) -> List[str]:
+    """The values in an argument of what is no operator of PyTorch's, in order."""
     kind, v = next(iter(a.items()))
-    return kind == "as_tensor" or kind.startswith("as_sym_") and "as_name" in v
+    if kind == "as_tensor":
+        return [v["name"]]
+    return [x["as_name"] for x in (v if isinstance(v, list) else [v]) if "as_name" in x] if kind.startswith("as_sym_") else []

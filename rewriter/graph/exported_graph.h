@@ -35,4 +35,7 @@ std::string module_path(const torch::jit::Node* node);
 // Whether a node is one that TorchScript can't express.
 bool is_opaque(const torch::jit::Node* node);
 
+// Whether a module's forward has such a node, and so can't run.
+bool has_opaque(const torch::jit::Module& module);
+
 }  // namespace tsmem

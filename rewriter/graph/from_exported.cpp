@@ -9,6 +9,7 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
 
 namespace tsmem {
@@ -23,33 +24,21 @@ namespace {
   throw Error(ErrorKind::input, "The graph contradicts itself: " + what + ".");
 }
 
-// The module at a path, made where it is not there yet.
-Module child_of(Module m, const std::string& name) {
-  if (m.hasattr(name)) return m.attr(name).toModule();
-  Module child(c10::QualifiedName("__torch__.tsmem_exported.Module"), m._ivalue()->compilation_unit(),
-               /*shouldMangle=*/true);
-  child.register_attribute("training", BoolType::get(), true);
-  m.register_module(name, child);
-  return child;
-}
-
-void add_state(Module m, const std::string& path, const at::Tensor& tensor, bool is_buffer) {
-  size_t from = 0;
-  for (size_t dot; (dot = path.find('.', from)) != std::string::npos; from = dot + 1)
-    m = child_of(m, path.substr(from, dot - from));
-  const std::string name = path.substr(from);
+void add_state(Module m, const std::string& path, const at::Tensor& tensor, bool is_buffer, const ModuleNames& names) {
+  const size_t dot = path.rfind('.');
+  if (dot != std::string::npos) {
+    const auto parent = module_at(m, path.substr(0, dot), names);
+    if (!parent) contradiction(fmt::format("'{}' is in no module", path));
+    m = *parent;
+  }
+  const std::string name = path.substr(dot + 1);
   if (name.empty() || m.hasattr(name)) contradiction(fmt::format("two inputs have the path '{}'", path));
   m.register_parameter(name, tensor, is_buffer);
 }
 
-// "L__self__,,ResNet;L__self__layer1_0,layer1.0,BasicBlock": the path of the last. "@1" counts calls of one module.
 std::string path_of(const json& node) {
-  if (!node.contains("metadata")) return "";
-  const std::string stack = node["metadata"].value("nn_module_stack", "");
-  const size_t last = stack.rfind(';') + 1, comma = stack.find(',', last);
-  if (comma == std::string::npos) return "";
-  const std::string path = stack.substr(comma + 1, stack.find(',', comma + 1) - comma - 1);
-  return path.substr(0, path.find('@'));
+  const auto calls = module_stack(node);
+  return calls.empty() ? "" : calls.back().path;
 }
 
 double number_of(const json& value) {  // infinities and NaN are written as strings
@@ -72,7 +61,7 @@ const std::unordered_map<std::string, const char*>& number_functions() {
       {"math.ceil", "aten::ceil"},          {"math.floor", "aten::floor"},
       {"torch.sym_int", "aten::Int"},       {"torch.sym_float", "aten::Float"},
       {"torch.sym_not", "aten::__not__"},   {"torch.sym_max", "prim::max"},
-      {"torch.sym_min", "prim::min"},
+      {"torch.sym_min", "prim::min"},       {"torch.sym_sum", "aten::sum"},
   };
   return functions;
 }
@@ -197,6 +186,15 @@ struct Builder {
     return nullptr;
   }
 
+  // Whether a tensor, or a number in its place, stands where the operator takes one. A graph where it doesn't is wrong,
+  // and not one that TorchScript can't express.
+  static bool fits(const Value* v, const Argument& formal) {
+    const bool is_tensor = v->type()->kind() == TypeKind::TensorType;
+    if (formal_type(formal)->kind() != TypeKind::TensorType) return !is_tensor;
+    return is_tensor || v->mustBeNone() || v->type()->isSubtypeOf(*NumberType::get()) ||
+           v->type()->kind() == TypeKind::BoolType;
+  }
+
   // All arguments of an operator, those that are not given by their defaults; nullopt where one can't be expressed.
   std::optional<std::vector<Value*>> arguments(const json& node, const FunctionSchema& schema) {
     const json& given = node["inputs"];
@@ -209,6 +207,8 @@ struct Builder {
         ++used;
         Value* v = argument((*it)["arg"], formal);
         if (!v) return std::nullopt;
+        if (!fits(v, formal))
+          contradiction(fmt::format("{} is given another '{}' than it takes", schema.name(), formal.name()));
         all.push_back(v);
       } else if (formal.default_value()) {
         all.push_back(g.insertConstant(*formal.default_value()));
@@ -334,8 +334,8 @@ Module module_of_graph(const json& graph_module, const StateOf& state) {
     const json &graph = graph_module.at("graph"), &specs = graph_module.at("signature").at("input_specs");
     const json& inputs = graph.at("inputs");
     if (inputs.size() != specs.size()) contradiction("its signature has another number of inputs");
-    Module root(c10::QualifiedName("__torch__.tsmem_exported.Module"), std::make_shared<CompilationUnit>(),
-                /*shouldMangle=*/true);
+    const ModuleNames class_names(graph);
+    Module root(class_names.of(""), std::make_shared<CompilationUnit>(), /*shouldMangle=*/true);
     root.register_attribute("training", BoolType::get(), true);
     std::vector<std::pair<std::string, std::string>> attributes;  // name, path
     std::vector<std::string> arguments;
@@ -345,7 +345,7 @@ Module module_of_graph(const json& graph_module, const StateOf& state) {
       const auto take = [&](const char* kind, const char* path) {
         if (!spec.contains(kind)) return false;
         const auto& where = spec[kind].at(path).get_ref<const std::string&>();
-        add_state(root, where, state(where), std::string(kind) != "parameter");
+        add_state(root, where, state(where), std::string(kind) != "parameter", class_names);
         attributes.emplace_back(names.at(0), where);
         return true;
       };

@@ -12,7 +12,9 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
+#include "rewriter/graph/outline.h"
 #include "rewriter/graph/tensor_values.h"
 #include "rewriter/modules.h"
 #include "rewriter/view.h"
@@ -93,10 +95,12 @@ class Importer {
     for (Node* n : nodes()) give_flag(n);
     for (Node* n : nodes()) count_batches_in_training(n);
     for (Node* n : nodes()) let_cudnn_run(n);
+    describe_what_stays();
+    const CallsOf calls = calls_of_nodes();
     check_inputs();
     set_results();
+    outline(module_, calls);
     body_->lint();
-    describe_what_stays();
     for (const Module& m : module_.modules())
       if (m.hasattr("training")) Module(m).setattr("training", flags_ > 0 || frozen_.empty());
     return {module_, flags_, notes_};
@@ -120,28 +124,14 @@ class Importer {
 
   // Modules without parameters have no place yet, and some of them have a mode (Dropout).
   void add_modules() {
-    for (const json& entry : program_.at("graph_module").at("module_call_graph")) {
-      const auto path = entry.at("fqn").get<std::string>();
-      if (path.empty() || path.find('@') != path.npos) continue;
-      Module m = module_;
-      size_t from = 0;
-      while (from <= path.size()) {
-        const size_t dot = std::min(path.find('.', from), path.size());
-        const std::string name = path.substr(from, dot - from);
-        if (!m.hasattr(name)) {
-          Module child(*m.type()->name(), m._ivalue()->compilation_unit(), /*shouldMangle=*/true);
-          child.register_attribute("training", BoolType::get(), true);
-          m.register_module(name, child);
-        }
-        if (!m.attr(name).isModule()) break;
-        m = m.attr(name).toModule();
-        from = dot + 1;
-      }
-    }
+    const ModuleNames names(graph());
+    for (const json& entry : program_.at("graph_module").at("module_call_graph"))
+      if (const auto path = entry.at("fqn").get<std::string>(); !path.empty() && path.find('@') == path.npos)
+        module_at(module_, path, names);
   }
 
   // The deepest module of a path that is there: its parts.
-  std::vector<std::string> module_at(const std::string& path) const {
+  std::vector<std::string> names_to(const std::string& path) const {
     std::vector<std::string> parts;
     Module m = module_;
     size_t from = 0;
@@ -160,7 +150,7 @@ class Importer {
   Value* training(const std::string& path, Node* n) {
     const WithInsertPoint guard(n);
     Value* m = body_->inputs()[0];
-    for (const std::string& name : module_at(path)) m = body_->insertGetAttr(m, name);
+    for (const std::string& name : names_to(path)) m = body_->insertGetAttr(m, name);
     return body_->insertGetAttr(m, "training");
   }
 
@@ -227,6 +217,23 @@ class Importer {
     if (at < 0) return;
     const WithInsertPoint guard(n);
     n->replaceInput(static_cast<size_t>(at), body_->insertConstant(true));
+  }
+
+  // Of nodes that the program does not have, those of the node that they are there for: what a list is made for, or a
+  // flag asked for, comes after it; a list is taken apart after what made it.
+  CallsOf calls_of_nodes() const {
+    CallsOf calls;
+    std::vector<ModuleCall> current;
+    const auto all = nodes();
+    const auto look = [&](Node* n) {
+      if (const auto index = origin(n)) current = module_stack(graph().at("nodes").at(static_cast<size_t>(*index)));
+      return current;
+    };
+    for (auto n = all.rbegin(); n != all.rend(); ++n) calls[*n] = look(*n);
+    for (Node* n : all)
+      if (look(n); n->kind() == prim::ListUnpack) calls[n] = current;
+    calls.erase(body_->outputs()[0]->node());
+    return calls;
   }
 
   // What the program's own module checks before it runs.

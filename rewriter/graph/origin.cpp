@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/runtime/operator.h>
 
 #include "rewriter/graph/exported_graph.h"
+#include "rewriter/modules.h"
 
 namespace tsmem {
 
@@ -36,5 +37,14 @@ c10::Symbol opaque_symbol() {
 }
 
 bool is_opaque(const Node* node) { return node->kind() == opaque_symbol(); }
+
+bool has_opaque(const Module& module) {
+  const auto forward = module.find_method("forward");
+  if (!forward) return false;
+  const GraphFunction* body = graph_function(&forward->function());
+  if (!body) return false;
+  const auto nodes = body->graph()->nodes();
+  return std::any_of(nodes.begin(), nodes.end(), is_opaque);
+}
 
 }  // namespace tsmem

@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/verify/depthwise.h"
 #include "rewriter/view.h"
 
@@ -145,6 +146,10 @@ VerifyResult verify(const Module& a, const Module& b, const std::vector<IValue>&
   require_device(options.device);
   auto typed = check_inputs(a, options.method, inputs);
   if (!options.train_mode && !options.eval_mode) throw Error(ErrorKind::request, "There is no mode to verify in.");
+  if (has_opaque(a) || has_opaque(b))
+    throw Error(ErrorKind::input,
+                "A program with an operator on functions (torch.cond) can't be run here; compare the models in Python, "
+                "by torch.export.load(...).module().");
   VerifyResult result;
   on_users_values("The models can't be compared on these inputs", [&] {
     const auto started = Clock::now();

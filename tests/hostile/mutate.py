@@ -1,8 +1,9 @@
-"""Damaged and hostile model files, made from good ones by a seed: the archive's bytes and directory, its records, the opcodes and numbers of its pickles, the tokens of its code.
+"""Damaged and hostile model files, made from good ones by a seed: the archive's bytes and directory, its records, the opcodes and numbers of its pickles, the tokens of its code, the values of its JSON.
 
 A mutation leaves the rest of the file as it should be: checksums and directory fit unless they are what was changed, so that it reaches what lies behind them.
 """
 import io
+import json
 import pickletools
 import random
 import re
@@ -113,9 +114,77 @@ def change_code(draw, data):
     return "".join(tokens).encode()
 
 
+def places(value, found):
+    """(container, key) of everything in a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        found.append((value, key))
+        places(value[key], found)
+    return found
+
+
+def other_json(draw, value, everything):
+    """Something else in the place of a value, often of its type."""
+    where, key = draw.choice(everything)
+    if isinstance(value, str) and draw.random() < 0.7:
+        return draw.choice(["", "x" * 1000, "cuda:99", "NaN", value + value, value[:-1], value.upper(), "torch.ops.aten.mm.default", "torch.ops.aten.add_.Tensor", "torch.ops.no.such.op",
+                            "_operator.pow", "a.b.c.d", "..", "s0", "Symbol('s0')", "\u0000", "9" * 40, "../../x", next((str(w[k]) for w, k in [draw.choice(everything) for _ in range(20)] if isinstance(w[k], str)), "y")])
+    if isinstance(value, (int, float)) and draw.random() < 0.8:
+        return draw.choice([rare_number(draw), rare_number(draw), draw.randrange(-3, 12), 1e400, 0.5, True, False])
+    return draw.choice([None, [], {}, "", 0, [[]], {"as_none": True}, {"as_int": rare_number(draw)}, where[key], where])
+
+
+def change_json(draw, data):
+    """JSON with values of it changed, left out, doubled, exchanged, or put elsewhere."""
+    try:
+        root = json.loads(data)
+    except ValueError:
+        return flip_bytes(draw, data) if data else b"{}"
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        everything = places(root, [])
+        if not everything:
+            break
+        where, key = draw.choice(everything)
+        how = draw.random()
+        if how < 0.45:
+            where[key] = other_json(draw, where[key], everything)
+        elif how < 0.6:
+            del where[key]
+        elif how < 0.7 and isinstance(where, list):
+            where.insert(draw.randrange(len(where) + 1), where[key])
+        elif how < 0.8 and isinstance(where, list):
+            other = draw.randrange(len(where))
+            where[key], where[other] = where[other], where[key]
+        elif how < 0.9 and isinstance(where, dict):
+            where[draw.choice(["as_int", "as_tensor", "as_tensors", "as_none", "as_expr", "name", "x" * 300, str(key).upper()])] = where.pop(key)
+        else:
+            like = [(w, k) for w, k in everything if k == key]
+            w, k = draw.choice(like)
+            where[key], w[k] = w[k], where[key]
+        root = json.loads(json.dumps(root))  # what was put elsewhere is a copy
+    return json.dumps(root).encode()
+
+
+def nested_json(draw, data, n):
+    try:
+        root = json.loads(data)
+    except ValueError:
+        return data
+    mark = "a place that is not there twice"
+    everything = places(root, [])
+    if not everything:
+        return data
+    where, key = draw.choice(everything)
+    where[key] = mark
+    kind = draw.choice(["[", '{"a":', '{"as_none":', '{"as_tensor":{"name":'])
+    deep = kind * n + "1" + ("]" if kind == "[" else "}" * kind.count("{")) * n
+    return json.dumps(root).replace(json.dumps(mark), draw.choice([deep, json.dumps("a." * n + "b"), json.dumps("x" * n), "[" + "1," * n + "1]"])).encode()
+
+
 def nested(draw, data):
-    """Code or a pickle that is nested beyond measure somewhere."""
+    """Code, a pickle or JSON that is nested beyond measure somewhere."""
     n = draw.choice([200, 900, 1500, 10_000, 200_000])
+    if data[:1] in (b"{", b"["):
+        return nested_json(draw, data, n)
     if data[:1] == b"\x80":
         deep = draw.choice([b"]" * n + b"a" * (n - 1), b"N" + b"\x85" * n, b"(" * n + b"t" * n, b"}" + b"}" * n])
         ops = opcodes(data)
@@ -145,12 +214,19 @@ def change_directory(draw, whole):
     return whole
 
 
+def exported(contents):
+    """Whether these are a program of torch.export."""
+    return any("/models/" in name for name in contents)
+
+
 def mutated(path, seed):
     """(what was done, the bytes) of one bad file; the same for the same seed."""
     draw = random.Random(f"{seed}")
     contents = records(path)
     names = list(contents)
     kind = draw.choice(["bytes", "directory", "cut", "record", "record", "pickle", "pickle", "pickle", "pickle", "code", "code", "code", "nested", "names", "debug", "weights"])
+    if exported(contents):
+        kind = draw.choice(["bytes", "directory", "cut", "record", "names", "names", "weights", "nested", *["json"] * 12])
     if kind in ("bytes", "directory", "cut"):
         whole = path.read_bytes()
         change = {"bytes": flip_bytes, "directory": change_directory, "cut": cut_or_repeat}[kind]
@@ -171,7 +247,9 @@ def mutated(path, seed):
         else:
             return "names: all deflated", archive(contents, lambda _: True)
         return f"names: {how} {name}", archive(contents)
-    wanted = {"pickle": lambda n: n.endswith(("data.pkl", "constants.pkl")), "code": lambda n: n.endswith(".py"), "nested": lambda n: n.endswith((".py", "data.pkl", "constants.pkl")), "debug": lambda n: n.endswith(".debug_pkl"), "weights": lambda n: "/data/" in n or "/constants/" in n}
+    wanted = {"pickle": lambda n: n.endswith(("data.pkl", "constants.pkl")), "code": lambda n: n.endswith(".py"), "nested": lambda n: n.endswith((".py", "data.pkl", "constants.pkl")), "debug": lambda n: n.endswith(".debug_pkl"), "weights": lambda n: "/data/" in n or "/constants/" in n, "json": lambda n: n.endswith(".json")}
+    if exported(contents):
+        wanted["nested"] = wanted["json"]
     fitting = [n for n in names if wanted.get(kind, lambda n: True)(n)] or names
     name = draw.choice(fitting)
     data = contents[name]
@@ -179,6 +257,8 @@ def mutated(path, seed):
         data = change_pickle(draw, data)
     elif kind == "code":
         data = change_code(draw, data)
+    elif kind == "json":
+        data = change_json(draw, data)
     elif kind == "nested":
         data = nested(draw, data)
     elif data:

@@ -55,6 +55,24 @@ class Rich(torch.nn.Module):
         return self.drop(x).mean() + self.complex.real.sum()
 
 
+class RichProgram(torch.nn.Module):
+    """Of most that an exported graph can hold: lists of tensors, None among tensors, constants, mutations, tied weights, a number and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4)
+        self.b.weight = self.a.weight
+        self.register_buffer("steps", torch.zeros(1))
+        self.table = torch.rand(4, 1, 1)
+
+    def forward(self, x, scale=1.0):
+        self.steps.add_(1)
+        first, second = torch.chunk(torch.relu(self.norm(self.a(x))), 2, 1)
+        y = self.b(torch.cat([second, first], 1) * self.table) * scale
+        y[:, torch.tensor([0, 2])] = 0
+        return {"sum": y.sum(), "all": [y, x.to(torch.float64).mean()], "none": None}
+
+
 def make_models(folder):
     torch.manual_seed(0)
     net, rich, traced = folder / "net.pt", folder / "rich.pt", folder / "traced.pt"
@@ -66,6 +84,29 @@ def make_models(folder):
     subprocess.run([BINARY, "rewrite", net, "-o", rewritten, "-q", "--force"], check=True)
     torch.save((torch.rand(2, 4, 8, 8),), folder / "inputs.pt")
     return [net, rich, traced, rewritten]
+
+
+def make_programs(folder):
+    """Programs of torch.export: one with a dynamic batch, one that is rewritten, one of most that a program can hold."""
+    torch.manual_seed(0)
+    x = torch.rand(2, 4, 8, 8)
+    dynamic, rewritten, rich = folder / "dynamic.pt2", folder / "rewritten.pt2", folder / "rich.pt2"
+    net = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Flatten(), torch.nn.Linear(256, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(net.train(), (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)), dynamic, extra_files={"labels.txt": "cat"})
+        torch.export.save(torch.export.export(RichProgram().train(), (x,), {"scale": 2.0}), rich)
+    subprocess.run([BINARY, "rewrite", dynamic, "-o", rewritten, "-q", "--force"], check=True)
+    return [dynamic, rewritten, rich]
+
+
+def program_commands(bad, good, out):
+    """What `commands` are for TorchScript."""
+    todo = commands(bad, good, out)
+    del todo["restore"]
+    todo["rewrite --input"] = ["rewrite", bad, "-o", out, "--input", INPUT]
+    todo["import"] = ["import", bad, "-o", out]
+    return todo
 
 
 def commands(bad, good, out):
@@ -131,16 +172,17 @@ def fault(tool, arguments, out):
 
 def check(tool, seed, models, folder, few=False):
     """The faults of one bad file, as text; `few`: of two commands alone, others for other seeds."""
-    of_inputs = seed % 10 == 9
     good = models[seed % len(models)]
-    bad, out = folder / f"bad{seed}.pt", folder / f"out{seed}.pt"
+    exported = good.suffix == ".pt2"
+    of_inputs = seed % 10 == 9 and not exported
+    bad, out = folder / f"bad{seed}{good.suffix}", folder / f"out{seed}{good.suffix}"
     what, data = mutate.mutated(good.with_name("inputs.pt") if of_inputs else good, seed)
     bad.write_bytes(data)
-    todo = list((input_commands(bad, good) if of_inputs else commands(bad, good, out)).items())
+    todo = list((input_commands(bad, good) if of_inputs else (program_commands if exported else commands)(bad, good, out)).items())
     if few:
         todo = [todo[(seed // 4) % len(todo)], todo[(seed // 4 + 1 + seed) % len(todo)]]
-    found = [f"seed {seed} ({what} of {good.stem}), {name}: {why}" for name, arguments in todo if (why := fault(tool, arguments, out))]
-    left = sorted(p.name for p in folder.glob(f"out{seed}.pt?*"))
+    found = [f"seed {seed} ({what} of {good.name}), {name}: {why}" for name, arguments in todo if (why := fault(tool, arguments, out))]
+    left = sorted(p.name for p in folder.glob(f"out{seed}{good.suffix}?*"))
     if left:
         found.append(f"seed {seed}: left behind {left}")
     out.unlink(missing_ok=True)
@@ -151,6 +193,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("seeds", help="first:last, last not included")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--exported", action="store_true", help="programs of torch.export in place of TorchScript files")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the files here")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # zipfile's, of names that are there twice
@@ -158,7 +201,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        models = make_models(folder)
+        models = (make_programs if options.exported else make_models)(folder)
         runs, wrong, began = 0, 0, time.time()
 
         tools = queue.SimpleQueue()
@@ -170,7 +213,8 @@ def main():
             count, found = check(tool, seed, models, folder)
             tools.put(tool)
             if not options.keep:
-                (folder / f"bad{seed}.pt").unlink()
+                for bad in folder.glob(f"bad{seed}.*"):
+                    bad.unlink()
             return count, found
 
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

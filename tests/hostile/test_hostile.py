@@ -10,6 +10,11 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return run_hostile.make_programs(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="module")
 def tool(tmp_path_factory):
     tool = run_hostile.Tool(tmp_path_factory.mktemp("tool"))
     yield tool
@@ -20,3 +25,9 @@ def tool(tmp_path_factory):
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_damaged_files(first, tool, models, tmp_path):
     assert [line for seed in range(first, first + 20) for line in run_hostile.check(tool, seed, models, tmp_path, few=True)[1]] == []
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_damaged_programs(first, tool, programs, tmp_path):
+    assert [line for seed in range(first, first + 20) for line in run_hostile.check(tool, seed, programs, tmp_path, few=True)[1]] == []
