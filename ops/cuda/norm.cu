@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, 3) stats_rows(NormArgs a, Split s, d
       }
     }
   }
-  __shared__ double means[kThreads];
+  struct Means;
+  auto& means = shared<Means, double[kThreads]>();
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
   const auto own = static_cast<double>(n), rows = static_cast<double>(b.r1 - b.r0);
   double v[8];
@@ -195,7 +196,8 @@ constexpr unsigned kGroups = 4, kLanes = 64;
 
 // The sums over threadIdx.y of each group's numbers, for the threads with threadIdx.y 0.
 __device__ inline double sum_over_lanes(double v) {
-  __shared__ double values[kLanes][kGroups];
+  struct Lanes;
+  auto& values = shared<Lanes, double[kLanes][kGroups]>();
   values[threadIdx.y][threadIdx.x] = v;
   __syncthreads();
   double sum = 0;
@@ -286,7 +288,9 @@ template <class T, class Row, bool whole, bool backward>
 __device__ inline void read_operands(const NormArgs& a, int64_t e, int lo, int hi, Operands<T>& read) {
   // Rows that are not whole octets begin anywhere, and the last octet may not be whole.
   const bool aligned = a.aligned && e % 8 == 0 && e + 8 <= a.numel;
-  if (backward) read.grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, aligned, lo, hi);
+  // In place others may be writing to what lies beside [lo, hi).
+  const bool beside = aligned && ((lo == 0 && hi == 8) || a.grad_other != a.grad);
+  if (backward) read.grad = read_octet<whole>(static_cast<const T*>(a.grad) + e, beside, lo, hi);
   if (!backward || a.x) read.x = read_octet<whole>(static_cast<const T*>(a.x) + e, aligned, lo, hi);
   if (needs_other<Row, backward> && a.other)
     read.other = read_octet<whole>(static_cast<const T*>(a.other) + e, aligned, lo, hi);

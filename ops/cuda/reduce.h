@@ -4,6 +4,7 @@
 
 #include "cuda/element.h"
 #include "cuda/norm.h"
+#include "cuda/shared.h"
 
 namespace tsmem::cuda {
 
@@ -66,7 +67,8 @@ __device__ inline double warp_sum(double v) {
 
 // The sum over the block's threads, a multiple of 32, for all of them.
 __device__ inline double block_sum(double v) {
-  __shared__ double sums[kThreads / 32];
+  struct Sums;
+  auto& sums = shared<Sums, double[kThreads / 32]>();
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
   v = warp_sum(v);
   if (warps == 1) return v;
@@ -82,7 +84,8 @@ __device__ inline double block_sum(double v) {
 // blockDim.y is 8 or more.
 template <class A>
 __device__ inline double sum_over_rows(const A (&v)[8]) {
-  __shared__ A values[8][kThreads + 1];  // one more: other banks
+  struct Rows;
+  auto& values = shared<Rows, A[8][kThreads + 1]>();  // one more: other banks
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
 #pragma unroll
   for (int k = 0; k < 8; ++k) values[k][thread] = v[k];

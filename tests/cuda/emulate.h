@@ -2,7 +2,11 @@
 // there is no device: as much of the language as they use. Blocks run one after the other; the threads of a block are
 // fibers, which switch at __syncthreads() and at warp operations alone, in the order of their numbers and, every other
 // block, in the reverse order: a kernel that depends on the order gives other numbers. A thread that leaves, or waits
-// at another kind of barrier, while the others wait ends the process.
+// at another kind of barrier, while the others wait ends the process. What a block shares is filled with NaN before.
+//
+// Under ThreadSanitizer the threads are threads of its own. What orders two accesses there is what does on a device, a
+// launch and a __syncthreads(), and neither the order in which fibers run nor a warp's exchange. Making such a thread
+// takes it long: those of a block serve again for the kRooms-th block after it, which comes after it for that reason.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -12,15 +16,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
 #define __launch_bounds__(...)
+
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void*, unsigned flags);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+}
+#define TSMEM_UNSEEN __attribute__((no_sanitize("thread")))
+#else
+#define TSMEM_UNSEEN
+#endif
 
 struct uint4 {
   alignas(16) uint32_t x;
@@ -29,117 +45,222 @@ struct uint4 {
 
 namespace emulate {
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool kFindsRaces = true;
+// Whoever calls after(at) comes after all that called before(at) until then.
+TSMEM_UNSEEN inline void before(void* at) { __tsan_release(at); }
+TSMEM_UNSEEN inline void after(void* at) { __tsan_acquire(at); }
+TSMEM_UNSEEN inline void* current() { return __tsan_get_current_fiber(); }
+TSMEM_UNSEEN inline void* create() { return __tsan_create_fiber(0); }
+TSMEM_UNSEEN inline void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, 1); }  // 1: orders nothing
+#else
+constexpr bool kFindsRaces = false;
+inline void before(void*) {}
+inline void after(void*) {}
+inline void* current() { return nullptr; }
+inline void* create() { return nullptr; }
+inline void switch_to(void*) {}
+#endif
+
 struct Dim {
   unsigned x = 0, y = 0;
 };
 
 enum class Wait { nothing, block, warp, gone };
 
+constexpr unsigned kMostThreads = 1024;
+constexpr size_t kStack = 64 * 1024;
+constexpr size_t kShared = 48 * 1024;  // what a kernel may declare
+
 struct Fiber {
-  ucontext_t context;  // where it begins
-  jmp_buf place;       // where it waits: unlike swapcontext, without a system call
+  ucontext_t context;       // where it begins
+  jmp_buf place;            // where it waits: unlike swapcontext, without a system call
+  void* seen_as = nullptr;  // ThreadSanitizer's thread
   std::unique_ptr<char[]> stack;
-  bool begun = false;
-  Wait wait = Wait::nothing;
+  bool begun;
+  Wait wait;
+  unsigned barriers;  // that it has passed
 };
+
+// What a block runs in.
+struct Room {
+  Fiber fibers[kMostThreads];
+  alignas(16) char shared[kShared];
+  struct {
+    const void* name;
+    size_t at;
+  } arrays[16];
+  size_t count, used;
+  char barriers[2];   // nobody waits at one of them and still has to leave the other
+  unsigned turn = 0;  // blocks that have run here
+  char done[2];       // of this turn, and of the one before
+};
+constexpr unsigned kRooms = kFindsRaces ? 4 : 1;
 
 struct State {
   Dim thread, block, block_size;
-  std::vector<Fiber> fibers = std::vector<Fiber>(1024);  // never moved: a context points into itself
+  Room rooms[kRooms];  // never moved: a context points into itself
+  Room* room = nullptr;
+  ucontext_t scheduler_context;
   jmp_buf scheduler;
+  void* host = nullptr;
   unsigned current = 0;
   const std::function<void()>* body = nullptr;
-  double exchange[1024];  // what each thread shows to its warp
+  double exchange[kMostThreads];  // what each thread shows to its warp
+  char launched;
+  bool blocks_in_order = false;             // each block comes after the one before it
+  int64_t only_first = -1, only_last = -1;  // as many blocks of each end run, where they aren't negative
 };
-inline State& state() {
-  static State s;
-  return s;
-}
-
-inline void enter() {
-  State& s = state();
-  (*s.body)();
-  s.fibers[s.current].wait = Wait::gone;
-  _longjmp(s.scheduler, 1);
-}
-
-inline void wait(Wait what) {
-  State& s = state();
-  Fiber& self = s.fibers[s.current];
-  self.wait = what;
-  if (_setjmp(self.place) == 0) _longjmp(s.scheduler, 1);
-}
-
-// Runs a thread up to where it waits or ends.
-__attribute__((noinline)) inline void resume(Fiber& f) {
-  State& s = state();
-  if (_setjmp(s.scheduler) != 0) return;
-  if (f.begun) _longjmp(f.place, 1);
-  f.begun = true;
-  setcontext(&f.context);
-}
+inline State whole_state;
+TSMEM_UNSEEN inline State& state() { return whole_state; }
 
 [[noreturn]] inline void stuck(const char* what) {
   std::fprintf(stderr, "emulated CUDA: %s\n", what);
   std::abort();
 }
 
+// From a fiber to the scheduler.
+TSMEM_UNSEEN inline void leave(Fiber& f) {
+  State& s = state();
+  if constexpr (kFindsRaces) {  // a jump to another stack would end what it believes to be called
+    switch_to(s.host);
+    swapcontext(&f.context, &s.scheduler_context);
+  } else if (_setjmp(f.place) == 0) {
+    _longjmp(s.scheduler, 1);
+  }
+}
+
+TSMEM_UNSEEN inline void enter() {
+  State& s = state();
+  Room& room = *s.room;
+  after(&s.launched);
+  after(&room.done[(room.turn + 1) % 2]);
+  (*s.body)();
+  before(&room.done[room.turn % 2]);
+  Fiber& self = room.fibers[s.current];
+  self.wait = Wait::gone;
+  leave(self);
+}
+
+TSMEM_UNSEEN inline void wait(Wait what) {
+  State& s = state();
+  Room& room = *s.room;
+  Fiber& self = room.fibers[s.current];
+  char* at = what == Wait::block ? &room.barriers[self.barriers++ % 2] : nullptr;
+  if (at) before(at);
+  self.wait = what;
+  leave(self);
+  if (at) after(at);
+}
+
+// Runs a thread up to where it waits or ends.
+TSMEM_UNSEEN __attribute__((noinline)) inline void resume(Fiber& f) {
+  State& s = state();
+  if constexpr (kFindsRaces) {
+    switch_to(f.seen_as);
+    swapcontext(&s.scheduler_context, &f.context);
+  } else {
+    if (_setjmp(s.scheduler) != 0) return;
+    if (f.begun) _longjmp(f.place, 1);
+    f.begun = true;
+    setcontext(&f.context);
+  }
+}
+
 // Lets the threads [begin, end) go on where all of them wait for `what`.
-inline bool release(State& s, unsigned begin, unsigned end, Wait what) {
+TSMEM_UNSEEN inline bool release(Room& room, unsigned begin, unsigned end, Wait what) {
   for (unsigned t = begin; t < end; ++t)
-    if (s.fibers[t].wait != what) return false;
-  for (unsigned t = begin; t < end; ++t) s.fibers[t].wait = Wait::nothing;
+    if (room.fibers[t].wait != what) return false;
+  for (unsigned t = begin; t < end; ++t) room.fibers[t].wait = Wait::nothing;
   return true;
 }
 
-inline void run_block(unsigned threads, bool reverse) {
-  constexpr size_t kStack = 64 * 1024;
-  State& s = state();
-  for (unsigned t = 0; t < threads; ++t) {
-    Fiber& f = s.fibers[t];
-    if (!f.stack) {
-      f.stack = std::make_unique<char[]>(kStack);
-      getcontext(&f.context);
-    }
-    f.context.uc_stack.ss_sp = f.stack.get();
-    f.context.uc_stack.ss_size = kStack;
-    f.context.uc_link = nullptr;
-    f.wait = Wait::nothing;
-    f.begun = false;
-    makecontext(&f.context, enter, 0);
+// A thread, where it begins.
+TSMEM_UNSEEN inline void prepare(Fiber& f) {
+  if (!f.stack) {
+    f.stack.reset(new char[kStack]);
+    f.seen_as = create();
   }
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.get();
+  f.context.uc_stack.ss_size = kStack;
+  f.context.uc_link = nullptr;
+  f.wait = Wait::nothing;
+  f.begun = false;
+  f.barriers = 0;
+  makecontext(&f.context, enter, 0);
+}
+
+// A block's threads; nothing of what they share has been asked for.
+TSMEM_UNSEEN inline void prepare(Room& room, unsigned threads) {
+  for (unsigned t = 0; t < threads; ++t) prepare(room.fibers[t]);
+  room.count = room.used = 0;
+}
+
+TSMEM_UNSEEN inline void run_block(unsigned threads, bool reverse) {
+  State& s = state();
+  Room& room = *s.room;
   for (;;) {
     bool ran = false;
     unsigned gone = 0;
     for (unsigned i = 0; i < threads; ++i) {
       const unsigned t = reverse ? threads - 1 - i : i;
-      if (s.fibers[t].wait == Wait::nothing) {
+      if (room.fibers[t].wait == Wait::nothing) {
         s.current = t;
         s.thread = {t % s.block_size.x, t / s.block_size.x};
-        resume(s.fibers[t]);
+        resume(room.fibers[t]);
         ran = true;
       }
-      gone += s.fibers[t].wait == Wait::gone;
+      gone += room.fibers[t].wait == Wait::gone;
     }
     if (gone == threads) return;
-    bool released = release(s, 0, threads, Wait::block);
+    bool released = release(room, 0, threads, Wait::block);
     for (unsigned t = 0; t < threads; t += 32)
-      released |= release(s, t, t + 32 < threads ? t + 32 : threads, Wait::warp);
+      released |= release(room, t, t + 32 < threads ? t + 32 : threads, Wait::warp);
     if (!ran && !released) stuck("some threads wait at a barrier that others never reach");
   }
 }
 
-inline void run(int64_t blocks, unsigned x, unsigned y, const std::function<void()>& body) {
+TSMEM_UNSEEN inline void run(int64_t blocks, unsigned x, unsigned y, const std::function<void()>& body) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   State& s = state();
-  if (x * y == 0 || x * y > 1024) stuck("a block has 1 to 1024 threads");
+  const unsigned threads = x * y;
+  if (threads == 0 || threads > kMostThreads) stuck("a block has 1 to 1024 threads");
   s.block_size = {x, y};
   s.body = &body;
+  s.host = current();
+  const bool all = s.only_first < 0 && s.only_last < 0;
   for (int64_t b = 0; b < blocks; ++b) {
+    if (!all && b >= s.only_first && b < blocks - s.only_last) {
+      b = blocks - s.only_last - 1;
+      continue;
+    }
+    s.room = &s.rooms[b % kRooms];
     s.block = {static_cast<unsigned>(b), 0};
-    run_block(x * y, b % 2 == 1);
+    prepare(*s.room, threads);
+    before(&s.launched);
+    run_block(threads, b % 2 == 1);
+    if (s.blocks_in_order) after(&s.room->done[s.room->turn % 2]);
+    ++s.room->turn;
   }
+  for (Room& room : s.rooms)
+    for (char& done : room.done) after(&done);
+}
+
+// The block's array of that name, each byte 0xff before it is written.
+TSMEM_UNSEEN inline void* shared(const void* name, size_t size) {
+  Room& room = *state().room;
+  for (size_t i = 0; i < room.count; ++i)
+    if (room.arrays[i].name == name) return room.shared + room.arrays[i].at;
+  if (room.used + size > kShared || room.count == std::size(room.arrays)) stuck("more shared memory than a block has");
+  room.arrays[room.count++] = {name, room.used};
+  char* found = room.shared + room.used;
+  room.used += (size + 15) / 16 * 16;
+  // Volatile: memset would be seen as an access.
+  auto* words = reinterpret_cast<volatile uint64_t*>(found);
+  for (size_t i = 0; i < (size + 7) / 8; ++i) words[i] = ~uint64_t{0};
+  return found;
 }
 
 }  // namespace emulate
@@ -150,7 +271,7 @@ inline void run(int64_t blocks, unsigned x, unsigned y, const std::function<void
 
 inline void __syncthreads() { emulate::wait(emulate::Wait::block); }
 
-inline double __shfl_xor_sync(unsigned mask, double v, int lanes) {
+TSMEM_UNSEEN inline double __shfl_xor_sync(unsigned mask, double v, int lanes) {
   auto& s = emulate::state();
   const unsigned self = s.current;
   if (mask != 0xffffffffu || s.block_size.x * s.block_size.y % 32 != 0) emulate::stuck("not a whole warp");
