@@ -28,6 +28,9 @@ Pattern attention();
 Pattern copies();
 Pattern softmax();
 Pattern mul();
+Pattern prelu();
+Pattern glu();
+Pattern rrelu();
 
 // The activations of which backward needs that much: one bit an element, or the input.
 inline std::set<std::string> activations_that_save(ActSaves saves) {

@@ -125,6 +125,7 @@ CanonicalOp canonical(Node* n) {
       op.trouble = "the addition has a factor (alpha)";
     return op;
   }
+  if (base == "rrelu" && op.in_place) return {};  // its result has its argument's strides, ours is contiguous
   if (base == "pad" && !pad_keeps_input(n)) return {};
   op.name = base;
   op.inputs = n->inputs().vec();
@@ -160,6 +161,7 @@ bool makes_fresh_tensor(const Node* n) {
                                               "max_pool1d",
                                               "max_pool2d",
                                               "max_pool3d",
+                                              "prelu",
                                               "avg_pool1d",
                                               "avg_pool2d",
                                               "avg_pool3d",
