@@ -157,6 +157,8 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
   }
 };
 
+}  // namespace
+
 Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute, bool in_place) {
   const Act act = parse_act(name, args);
   // Rewritten code has these for sigmoid_ and tanh_ alone: of integers they would give float32, and raise.
@@ -179,8 +181,6 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
         recompute, Pieces::no, 0, Rows::own);
   return out;
 }
-
-}  // namespace
 
 void register_act(torch::Library& m) {
   m.def("act(Tensor self, str act, float[] act_args, int recompute=0, bool act_in_place=False) -> Tensor",

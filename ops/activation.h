@@ -10,6 +10,10 @@ namespace tsmem {
 // relu6 is hardtanh(0, 6). Throws c10::ValueError for an unknown name or a wrong number of arguments.
 Act parse_act(c10::string_view name, at::ArrayRef<double> args);
 
+// The operator tsmem::act.
+at::Tensor act(const at::Tensor& self, c10::string_view name, at::ArrayRef<double> args, int64_t recompute,
+               bool in_place);
+
 // PyTorch's own operator of an activation (differentiable), for dtypes and devices without a kernel of ours.
 at::Tensor stock_act(const at::Tensor& x, const Act& act);
 

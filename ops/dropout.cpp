@@ -8,7 +8,7 @@
 // CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
 // one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
 // captured, whose replays move the counter, the stock ops are called.
-#include "act.h"
+#include "generator.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -36,40 +36,9 @@ Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
   return {noise.mul_(a), shift};
 }
 
-// Leaves `shared` where `own`, a copy that has drawn, is. Setting a CUDA generator's state would make cuDNN's RNNs draw
-// their dropout's state anew, so its counter is moved as by a draw.
-void follow(at::Generator& shared, const at::Generator& own, const Tensor& x) {
-  if (!x.is_cuda()) return shared.set_state(own.get_state());
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_move_counter", "").typed<void(const Tensor&, int64_t)>();
-  op.call(x, static_cast<int64_t>(own.get_offset() - shared.get_offset()));
-}
-
-// Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is
-// kept and the noise.
-Tensor draw(Tensor noise, double p, Tensor* state) {
-  at::Generator shared = at::globalContext().defaultGenerator(noise.device());
-  std::lock_guard<std::mutex> lock(shared.mutex());
-  at::Generator own = shared.clone();
-  *state = own.get_state();
-  noise.bernoulli_(1 - p, own);
-  follow(shared, own, noise);
-  return noise;
-}
-
-Tensor pack(const Tensor& noise) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_act_mask", "")
-                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>();
-  return std::get<1>(op.call(noise, static_cast<int64_t>(ActKind::relu), 0, 0));
-}
-
-Tensor unpack(const Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_act_mask_backward", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef)>();
-  const Tensor ones = at::empty_strided(sizes, strides, options).fill_(1);
-  return op.call(ones, bits, static_cast<int64_t>(ActKind::relu), 0, 0, strides);
+// Draws into `noise`.
+Tensor draw(const Tensor& noise, double p) {
+  return draw_by_copy(noise, [&](const at::Generator& own) { Tensor(noise).bernoulli_(1 - p, own); });
 }
 
 // What noise is drawn again from.
@@ -82,10 +51,8 @@ struct Noise {
 };
 
 Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
-  if (n.bits) return unpack(n.from, n.sizes, n.strides, options);
-  at::Generator own = at::globalContext().defaultGenerator(options.device()).clone();
-  own.set_state(n.from);
-  return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, own);
+  if (n.bits) return unpack_positive(n.from, n.sizes, n.strides, options);
+  return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, generator_at(n.from, options.device()));
 }
 
 Tensor with_noise(const Tensor& input, const Affine& affine) {
@@ -105,10 +72,9 @@ struct Dropout : torch::autograd::Function<Dropout> {
     } else {
       noise = at::empty_like(input);
     }
-    Tensor state;
-    draw(noise, p, &state);
+    const Tensor state = draw(noise, p);
     const bool bits = (noise.numel() + 7) / 8 < state.numel();
-    *used = {bits ? pack(noise) : state, bits, p, kind, noise.sizes().vec(), noise.strides().vec()};
+    *used = {bits ? pack_positive(noise) : state, bits, p, kind, noise.sizes().vec(), noise.strides().vec()};
     ctx->save_for_backward({used->from});
     auto& data = ctx->saved_data;
     data["bits"] = bits;
@@ -150,25 +116,18 @@ bool fits_fused(const Tensor& x) {
 
 // x times the noise that was drawn from n.state, scaled.
 Tensor fused_again(const Fused& n, const Tensor& x) {
-  at::Generator own = at::globalContext().defaultGenerator(x.device()).clone();
-  own.set_state(n.state);
   const bool same = x.strides() == at::IntArrayRef(n.strides) && fits_fused(x);
   return std::get<0>(at::_fused_dropout(same ? x : at::empty_strided(x.sizes(), n.strides, x.options()).copy_(x),
-                                        1 - n.p, std::move(own)));
+                                        1 - n.p, generator_at(n.state, x.device())));
 }
 
 struct FusedDropout : torch::autograd::Function<FusedDropout> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Fused* used) {
     ctx->set_materialize_grads(false);
-    at::Generator shared = at::globalContext().defaultGenerator(input.device());
     Tensor out;
-    {
-      std::lock_guard<std::mutex> lock(shared.mutex());
-      at::Generator own = shared.clone();
-      *used = {own.get_state(), p, input.strides().vec()};
-      out = std::get<0>(at::_fused_dropout(input, 1 - p, own));
-      follow(shared, own, input);
-    }
+    const Tensor state = draw_by_copy(
+        input, [&](const at::Generator& own) { out = std::get<0>(at::_fused_dropout(input, 1 - p, own)); });
+    *used = {state, p, input.strides().vec()};
     ctx->save_for_backward({used->state});
     ctx->saved_data["p"] = p;
     ctx->saved_data["strides"] = used->strides;
@@ -202,10 +161,9 @@ template <Kind kind>
 Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool fused = kind == Kind::plain && input.is_cuda();
-  const bool ours = train && p > 0 && p < 1 && (input.is_cpu() || input.is_cuda()) &&
-                    !input.key_set().has(c10::DispatchKey::Python) && input.numel() > 0 &&
+  const bool ours = train && p > 0 && p < 1 && draws_again(input) && input.numel() > 0 &&
                     (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
-                    has_kernel(packer, input) && (!fused || fits_fused(input)) && graph_offset(input) < 0;
+                    has_kernel(packer, input) && (!fused || fits_fused(input));
   if (!ours) return stock(kind, input, p, train);
   if (fused) {
     Fused drawn;

@@ -26,6 +26,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_conv_output_size(m);
   register_copies(m);
   register_dropout(m);
+  register_glu(m);
   register_instance_norm_act(m);
   register_keep(m);
   register_layer_norm(m);
@@ -38,6 +39,9 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_norm_cpu(m);
   register_norm_meta(m);
   register_norm_pool_cpu(m);
+  register_prelu(m);
+  register_prelu_cpu(m);
+  register_rrelu(m);
   register_scale_grad_cpu(m);
   register_shape_ops(m);
   register_vmap(m);  // last: it names the others' schemas

@@ -58,6 +58,7 @@ void register_vmap(torch::Library& m) {
                            "feature_alpha_dropout.effect",
                            "feature_dropout",
                            "feature_dropout.effect",
+                           "glu",
                            "group_norm",
                            "instance_norm_act",
                            "keep",
@@ -71,6 +72,7 @@ void register_vmap(torch::Library& m) {
                            "mul_act",
                            "mul_batch_norm_act",
                            "pad",
+                           "prelu",
                            "reflection_pad1d",
                            "reflection_pad2d",
                            "reflection_pad3d",
@@ -79,6 +81,7 @@ void register_vmap(torch::Library& m) {
                            "replication_pad3d",
 
                            "roll",
+                           "rrelu",
                            "scaled_dot_product_attention",
                            "scaled_dot_product_attention.draw",
                            "softmax"})

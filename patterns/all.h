@@ -30,6 +30,9 @@ Pattern softmax();
 Pattern mul();
 Pattern pointwise();
 Pattern lookup();
+Pattern prelu();
+Pattern glu();
+Pattern rrelu();
 
 // The activations of which backward needs that much: one bit an element, or the input.
 inline std::set<std::string> activations_that_save(ActSaves saves) {

@@ -138,6 +138,7 @@ CanonicalOp canonical(Node* n) {
     }
     if (!pad_keeps_input(mode->toStringRef(), n)) return {};
   }
+  if (base == "rrelu" && op.in_place) return {};  // its result has its argument's strides, ours is contiguous
   op.name = base;
   op.inputs = n->inputs().vec();
   return op;
@@ -172,6 +173,7 @@ bool makes_fresh_tensor(const Node* n) {
                                               "max_pool1d",
                                               "max_pool2d",
                                               "max_pool3d",
+                                              "prelu",
                                               "avg_pool1d",
                                               "avg_pool2d",
                                               "avg_pool3d",

@@ -81,6 +81,10 @@ MODELS = {
                                              nn.Conv2d(8, 8, 3, padding=2, padding_mode="replicate"), nn.ReflectionPad2d((1, 2, 3, 0)), nn.Conv2d(8, 8, 3)),
     "pointwise": lambda: two(ComposedNorm),
     "lookup": lambda: two(Upsampled),
+    "prelu": lambda: two(lambda: conv_bn(nn.PReLU(8))),
+    "prelu instance": lambda: two(lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.PReLU())),
+    "rrelu": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.RReLU(), nn.Conv2d(8, 8, 3), nn.RReLU()),
+    "glu": lambda: two(lambda: nn.Sequential(nn.Conv2d(8, 16, 1), nn.GLU(1))),
     "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
@@ -89,6 +93,7 @@ LIMITS = {
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.75, 0.10), "max-pool": (0.55, 0.10),
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
     "pointwise": (0.40, 0.40), "lookup": (0.45, 0.10),
+    "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
 }
 
 

@@ -620,6 +620,29 @@ TEST(Regions, OffersAreInTheCodeAndTheReportSaysWhatIsKept) {
   EXPECT_EQ(names(rewrite(m, {})), (V{"bn-act", "conv"}));  // level ops knows no cat
 }
 
+TEST(Regions, SlopesThatAreParametersOrDrawn) {
+  const std::pair<const char*, const char*> spellings[] = {{"torch.prelu(y, self.bn.weight)", "prelu"},
+                                                           {"torch.prelu(y, self.bn.weight[0:1])", "prelu"},
+                                                           {"torch.glu(y, 1)", "glu"},
+                                                           {"torch.glu(y, -3)", "glu"},
+                                                           {"torch.rrelu(y, 0.1, 0.3, self.training)", "rrelu"},
+                                                           {"torch.rrelu(y)", "rrelu"}};
+  for (const auto& [spelling, pattern] : spellings) {
+    SCOPED_TRACE(spelling);
+    Module m = net(std::string("def forward(self, x):\n    y = self.bn.forward(self.conv.forward(x))\n    return ") +
+                   spelling + "\n");
+    Module original = reload(m);
+    EXPECT_EQ(names(rewrite(m, regions())), (V{"batch-norm", "conv", pattern}));
+    FileCheck().check(std::string("tsmem::") + pattern)->run(graph(m));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Regions, DoesNotTakeAnRreluInPlace) {
+  Module m = net("def forward(self, x):\n    return torch.rrelu_(self.conv.forward(x), 0.1, 0.3, True)\n");
+  EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+}
+
 TEST(Regions, AnOverwriteAfterABranchIsTaken) {
   Module m = net(R"(
     def forward(self, x, flag: bool):

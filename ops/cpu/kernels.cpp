@@ -6,6 +6,7 @@
 #include "cpu/mask.h"
 #include "cpu/norm.h"
 #include "cpu/pool.h"
+#include "cpu/prelu.h"
 #include "cpu/smooth_act.h"
 
 namespace tsmem {
@@ -48,6 +49,7 @@ const MaskKernels& mask_kernels() { return *kernels().mask; }
 const NormKernels& norm_kernels() { return *kernels().norm; }
 const NormPoolKernels& norm_pool_kernels() { return *kernels().norm_pool; }
 const PoolKernels& pool_kernels() { return *kernels().pool; }
+const PreluKernels& prelu_kernels() { return *kernels().prelu; }
 const SmoothActKernels& smooth_act_kernels() { return *kernels().smooth_act; }
 
 }  // namespace tsmem

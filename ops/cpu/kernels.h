@@ -13,6 +13,7 @@ struct MaskKernels;
 struct NormKernels;
 struct NormPoolKernels;
 struct PoolKernels;
+struct PreluKernels;
 struct SmoothActKernels;
 
 // All families, compiled for one instruction set.
@@ -21,6 +22,7 @@ struct Kernels {
   const NormKernels* norm;
   const NormPoolKernels* norm_pool;
   const PoolKernels* pool;
+  const PreluKernels* prelu;
   const SmoothActKernels* smooth_act;
 };
 

@@ -21,6 +21,12 @@ Tensor smooth_act_backward_meta(const Tensor& grad, const Tensor&, const Act&, c
   return out ? *out : at::empty_like(grad);
 }
 
+Tensor prelu_meta(const Tensor& x, const Tensor&, const OptTensor& out) { return out ? *out : at::empty_like(x); }
+std::tuple<Tensor, Tensor> prelu_backward_meta(const Tensor&, const Tensor& x, const Tensor& weight,
+                                               std::array<bool, 2> want, const OptTensor& out) {
+  return {!want[0] ? Tensor() : out ? *out : at::empty_like(x), want[1] ? at::empty_like(weight) : Tensor()};
+}
+
 }  // namespace
 
 void register_act_meta(torch::Library& m) {
@@ -28,6 +34,8 @@ void register_act_meta(torch::Library& m) {
   m.impl("_act_mask_backward", c10::DispatchKey::Meta, TORCH_FN(act_mask_backward_meta));
   m.impl("_smooth_act", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_meta>::call)));
   m.impl("_smooth_act_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&smooth_act_backward_meta>::call)));
+  m.impl("_prelu", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&prelu_meta>::call)));
+  m.impl("_prelu_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&prelu_backward_meta>::call)));
 }
 
 }  // namespace tsmem

@@ -173,7 +173,7 @@ BINARY = (
     "{a} + {b}|{a} * {b}|{a} - {b}|torch.add({a}, {b})|{a}.add({b})|torch.mul({a}, {b})|{a}.mul({b})|torch.add({a}, {b}, alpha=2)|{a}.sub({b})|torch.maximum({a}, {b})|torch.minimum({a}, {b})"
     "|torch.where({a} > 0, {a}, {b})|{a} / ({b}.abs() + 1.0)|torch.lerp({a}, {b}, 0.25)|{a} * torch.sigmoid({b})|torch.sigmoid({a}) * {b}|F.silu({a}) * {b}|F.gelu({b}) * {a}|F.relu({a} + {b})|F.relu({a}) + {b}"
     "|torch.addcmul({a}, {a}, {b})|{a} + {b}.detach()|torch.stack([{a}, {b}]).sum(0)|torch.stack([{a}, {b}]).mean(0)|sum([{a}, {b}])|{a} + {b} + {a}|{a} * {b} + {b}|torch.hypot({a}.abs() + 1.0, {b})|({a} + {b}).relu_()"
-    "|F.relu({a} + {b}, inplace=True)|F.silu({a}) * F.silu({b})|torch.tanh({a}) * torch.sigmoid({b})|F.hardsigmoid({a}) * {b}|F.mish({a}) * {b}|F.elu({a}) * {b}|{a} * F.softplus({b})"
+    "|F.relu({a} + {b}, inplace=True)|F.silu({a}) * F.silu({b})|torch.tanh({a}) * torch.sigmoid({b})|F.hardsigmoid({a}) * {b}|F.mish({a}) * {b}|F.elu({a}) * {b}|{a} * F.softplus({b})|F.glu(torch.cat([{a}, {b}], 1), 1)"
 ).replace("|sum([{a}, {b}])", "").split("|")
 IN_PLACE_BINARY = (
     "{a} += {b}|{a} *= {b}|{a} -= {b}|{a}.add_({b})|{a}.mul_({b})|{a}.sub_({b})|{a}.copy_({b})|{a}.add_({b}, alpha=2)|{a}.addcmul_({b}, {b})|{a} += {a}|{a}.add_(F.relu({b}))|{a} *= torch.sigmoid({b})|{a}.lerp_({b}, 0.5)"
@@ -183,7 +183,7 @@ IN_PLACE_BINARY = (
 DROPOUTS = (
     "F.dropout({v}, 0.3, self.training)|F.dropout({v}, 0.5, True)|F.dropout({v}, 0.0, self.training)|F.dropout({v}, 1.0, self.training)|F.dropout({v}, 0.5, self.training, inplace=True)|F.dropout2d({v}, 0.4, self.training)"
     "|F.alpha_dropout({v}, 0.3, self.training)|F.feature_alpha_dropout({v}, 0.3, self.training)|torch.dropout({v}, 0.3, self.training)|torch.dropout_({v}, 0.3, self.training)|F.dropout({v}, training=self.training)"
-    "|F.dropout({v}, p=0.25)|F.dropout({v}, 0.3, False)|torch.feature_dropout({v}, 0.4, self.training)"
+    "|F.dropout({v}, p=0.25)|F.dropout({v}, 0.3, False)|torch.feature_dropout({v}, 0.4, self.training)|F.rrelu({v}, 0.1, 0.4, self.training)|F.rrelu({v}, 0.1, 0.4, True)"
 ).split("|")
 
 
@@ -201,7 +201,7 @@ def s_activation_module(w):
     i = w.one("True", "False")
     make = w.one(f"nn.ReLU({i})", f"nn.ReLU(inplace={i})", f"nn.ReLU6({i})", f"nn.SiLU({i})", f"nn.Hardswish({i})", f"nn.Hardsigmoid({i})", "nn.Sigmoid()", "nn.Tanh()", "nn.GELU()",
                  "nn.GELU(approximate='tanh')", f"nn.ELU(0.5, {i})", f"nn.LeakyReLU(0.25, {i})", f"nn.Hardtanh(-0.5, 0.75, {i})", f"nn.Mish({i})", "nn.Softplus()", f"nn.SELU({i})", f"nn.CELU(0.5, {i})",
-                 f"nn.Threshold(0.25, 0.0, {i})", "nn.Identity()", "nn.Softmax(dim=1)", "nn.LogSoftmax(dim=-1)", "nn.PReLU()", "nn.Softsign()", "nn.LogSigmoid()", "nn.Hardshrink()", "nn.Softmax2d()")
+                 f"nn.Threshold(0.25, 0.0, {i})", "nn.Identity()", "nn.Softmax(dim=1)", "nn.LogSoftmax(dim=-1)", "nn.PReLU()", f"nn.PReLU({v.shape[1]})", f"nn.RReLU(0.1, 0.4, {i})", "nn.Softsign()", "nn.LogSigmoid()", "nn.Hardshrink()", "nn.Softmax2d()")
     if len(v.shape) != 4 and "2d" in make:
         make = "nn.ReLU()"
     define(w, f"{module(w, 'act', make)}({v.name})", v.shape)
