@@ -9,6 +9,7 @@
 // one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
 // captured, whose replays move the counter, the stock ops are called.
 #include "act.h"
+#include "noise.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -45,8 +46,10 @@ void follow(at::Generator& shared, const at::Generator& own, const Tensor& x) {
   op.call(x, static_cast<int64_t>(own.get_offset() - shared.get_offset()));
 }
 
-// Draws from the default generator by way of a copy, so that no other thread's draw can come between the state that is
-// kept and the noise.
+}  // namespace
+
+// By way of a copy of the default generator, so that no other thread's draw can come between the state that is kept and
+// the noise.
 Tensor draw(Tensor noise, double p, Tensor* state) {
   at::Generator shared = at::globalContext().defaultGenerator(noise.device());
   std::lock_guard<std::mutex> lock(shared.mutex());
@@ -56,6 +59,14 @@ Tensor draw(Tensor noise, double p, Tensor* state) {
   follow(shared, own, noise);
   return noise;
 }
+
+Tensor draw_from(const Tensor& state, Tensor noise, double p) {
+  at::Generator own = at::globalContext().defaultGenerator(noise.device()).clone();
+  own.set_state(state);
+  return noise.bernoulli_(1 - p, own);
+}
+
+namespace {
 
 Tensor pack(const Tensor& noise) {
   static const auto op = c10::Dispatcher::singleton()
@@ -83,9 +94,7 @@ struct Noise {
 
 Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
   if (n.bits) return unpack(n.from, n.sizes, n.strides, options);
-  at::Generator own = at::globalContext().defaultGenerator(options.device()).clone();
-  own.set_state(n.from);
-  return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, own);
+  return draw_from(n.from, at::empty_strided(n.sizes, n.strides, options), n.p);
 }
 
 Tensor with_noise(const Tensor& input, const Affine& affine) {

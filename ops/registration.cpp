@@ -14,12 +14,14 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_act(m);
   register_act_cpu(m);
   register_act_meta(m);
+  register_addmm(m);
   register_add_mul_cat(m);
   register_attention(m);
   register_autocast(m);
   register_batch_norm_act(m);
   register_batch_norm_act_max_pool2d(m);
   register_checkpoint(m);
+  register_composed_act(m);
   register_conv(m);
   register_conv_batch_norm_act(m);
   register_conv_output_size(m);
@@ -37,6 +39,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_norm_cpu(m);
   register_norm_meta(m);
   register_norm_pool_cpu(m);
+  register_rms_norm(m);
   register_scale_grad_cpu(m);
   register_shape_ops(m);
   register_vmap(m);  // last: it names the others' schemas

@@ -4,9 +4,9 @@ namespace tsmem {
 
 // z = a + b, z = a * b: z is recomputed where a and b are kept or recomputed themselves.
 static const std::set<std::string> kRecomputed = {
-    "batch_norm",    "act",        "mul",     "add",     "dropout",   "layer_norm", "group_norm",
-    "instance_norm", "max_pool2d", "cat",     "permute", "softmax",   "matmul",     "roll",
-    "transpose",     "view",       "reshape", "linear",  "contiguous"};
+    "batch_norm", "act",    "mul",        "add",     "dropout", "layer_norm", "group_norm", "instance_norm",
+    "max_pool2d", "cat",    "permute",    "softmax", "matmul",  "roll",       "transpose",  "view",
+    "reshape",    "linear", "contiguous", "addmm",   "mm",      "bmm",        "baddbmm",    "rms_norm"};
 
 Pattern add() {
   return {.name = "add",

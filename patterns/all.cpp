@@ -5,6 +5,7 @@ namespace tsmem {
 const std::vector<Pattern>& all_patterns() {
   // Longer chains first: the first pattern that matches a node takes it.
   static const std::vector<Pattern> patterns = {
+      composed_activation(),
       conv_bn_act_recompute(),
       conv_bn_act(),
       bn_act_max_pool(),
@@ -21,7 +22,9 @@ const std::vector<Pattern>& all_patterns() {
       shape_only(),
       smooth_activation(),
       linear(),
+      addmm(),
       layer_norm(),
+      rms_norm(),
       cat(),
       add(),
       mul(),
