@@ -1,12 +1,14 @@
 // Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
-// logarithm a row; with `recompute` neither of the latter. A product of matrices keeps its factors, or what they are
-// made from; softmax its output, or its input where that costs nothing. Everything else is PyTorch's.
+// logarithm a row; with `recompute` neither of the latter. With dropout: attention_blocks.h. A product of matrices
+// keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing. Everything
+// else is PyTorch's.
 //
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.
 
+#include "attention_blocks.h"
 #include "linear.h"
 #include "recompute.h"
 #include "registration.h"
@@ -18,7 +20,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kFlash = 1;  // sdp::SDPBackend::flash_attention
+constexpr int64_t kMath = 0, kFlash = 1;  // sdp::SDPBackend
 
 // What an attention that is recomputed found the last time. Its output is held for the op's own backward by the recipe.
 struct Again {
@@ -43,15 +45,9 @@ struct Again {
   }
 };
 
-struct AttentionArgs {
-  OptTensor mask;
-  bool causal = false;
-  std::optional<double> scale;
-};
-
 std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
   at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-  return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, a.mask, a.scale);
+  return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
 }
 
 struct Attention : torch::autograd::Function<Attention> {
@@ -82,7 +78,7 @@ struct Attention : torch::autograd::Function<Attention> {
       std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
     const Kept kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
-    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>()};
+    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0};
     if (!data.count("again")) {
       out = kept[4];
       logsumexp = kept[5];
@@ -90,8 +86,8 @@ struct Attention : torch::autograd::Function<Attention> {
       at::NoGradGuard no_grad;
       std::tie(out, logsumexp) = flash(q, k, v, args);
     }
-    auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0,
-                                                                                 args.causal, args.mask, args.scale);
+    auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, logsumexp, 0.0, args.causal, added_mask(args.mask, q), args.scale);
     std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
@@ -111,21 +107,26 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
     return plain(t) && (t.is_cpu() || t.is_meta()) && t.dim() == 4 && t.numel() > 0 &&
            t.scalar_type() == q.scalar_type();
   };
-  const bool ours = needs_grad(q, k, v) && alike(q) && alike(k) && alike(v) && dropout_p == 0 && !enable_gqa &&
-                    (!mask || (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type())) &&
-                    ((q.is_meta() && q.size(3) == v.size(3)) ||  // stands for the CPU
-                     at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) == kFlash);
+  const AttentionArgs args{mask, is_causal, scale, dropout_p};
+  const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa;
+  const int64_t backend = !usual        ? -1
+                          : q.is_meta() ? q.size(3) == v.size(3) ? kFlash : -1  // stands for the CPU
+                                        : at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  if (backend == kMath && takes_blocks(q, k, v, args)) return attention_by_blocks(q, k, v, args, recompute);
+  const bool ours = backend == kFlash && dropout_p == 0 &&
+                    (!mask || mask->scalar_type() == at::kBool ||
+                     (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
   if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
   const auto again =
       RecomputeArgument::of(recompute).recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
-  const Tensor out = Attention::apply(q, k, v, AttentionArgs{mask, is_causal, scale}, again);
+  const Tensor out = Attention::apply(q, k, v, args, again);
   if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
   offer(
       out, {q, k, v, value_or_undefined(mask)},
       [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
-        const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale});
+        const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0});
         if (const auto a = node.lock()) Again::put(a, made, logsumexp);
         return made;
       },

@@ -36,11 +36,6 @@ Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
   return {noise.mul_(a), shift};
 }
 
-// Draws into `noise`.
-Tensor draw(const Tensor& noise, double p) {
-  return draw_by_copy(noise, [&](const at::Generator& own) { Tensor(noise).bernoulli_(1 - p, own); });
-}
-
 // What noise is drawn again from.
 struct Noise {
   Tensor from;  // the generator's state, or the noise's bits
@@ -52,7 +47,7 @@ struct Noise {
 
 Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
   if (n.bits) return unpack_positive(n.from, n.sizes, n.strides, options);
-  return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, generator_at(n.from, options.device()));
+  return draw_noise_again(at::empty_strided(n.sizes, n.strides, options), n.p, n.from);
 }
 
 Tensor with_noise(const Tensor& input, const Affine& affine) {
@@ -72,7 +67,7 @@ struct Dropout : torch::autograd::Function<Dropout> {
     } else {
       noise = at::empty_like(input);
     }
-    const Tensor state = draw(noise, p);
+    const Tensor state = draw_noise(noise, p);
     const bool bits = (noise.numel() + 7) / 8 < state.numel();
     *used = {bits ? pack_positive(noise) : state, bits, p, kind, noise.sizes().vec(), noise.strides().vec()};
     ctx->save_for_backward({used->from});

@@ -39,6 +39,14 @@ at::Generator generator_at(const Tensor& state, at::Device device) {
   return own;
 }
 
+Tensor draw_noise(const Tensor& noise, double p) {
+  return draw_by_copy(noise, [&](const at::Generator& own) { noise.bernoulli_(1 - p, own); });
+}
+
+Tensor draw_noise_again(const Tensor& noise, double p, const Tensor& state) {
+  return noise.bernoulli_(1 - p, generator_at(state, noise.device()));
+}
+
 bool draws_again(const Tensor& x) {
   return (x.is_cpu() || x.is_cuda()) && !x.key_set().has(c10::DispatchKey::Python) && graph_offset(x) < 0;
 }

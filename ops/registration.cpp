@@ -14,6 +14,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_act(m);
   register_act_cpu(m);
   register_act_meta(m);
+  register_addmm(m);
   register_add_mul_cat(m);
   register_attention(m);
   register_autocast(m);
@@ -21,6 +22,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_batch_norm_act_max_pool2d(m);
   register_cheap_ops(m);
   register_checkpoint(m);
+  register_composed_act(m);
   register_conv(m);
   register_conv_batch_norm_act(m);
   register_conv_output_size(m);
@@ -42,6 +44,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_prelu(m);
   register_prelu_cpu(m);
   register_rrelu(m);
+  register_rms_norm(m);
   register_scale_grad_cpu(m);
   register_shape_ops(m);
   register_vmap(m);  // last: it names the others' schemas

@@ -13,7 +13,10 @@ struct OperatorTraits {
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::_convolution", .expensive = true},
+    {.name = "tsmem::addmm", .expensive = true},
     {.name = "tsmem::autocast", .calls_method = true},
+    {.name = "tsmem::baddbmm", .expensive = true},
+    {.name = "tsmem::bmm", .expensive = true},
     {.name = "tsmem::checkpoint", .calls_method = true},
     {.name = "tsmem::conv1d", .expensive = true},
     {.name = "tsmem::conv2d", .expensive = true},
@@ -24,6 +27,7 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::conv_transpose3d", .expensive = true},
     {.name = "tsmem::linear", .expensive = true},
     {.name = "tsmem::matmul", .expensive = true},
+    {.name = "tsmem::mm", .expensive = true},
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
 };
 

@@ -5,6 +5,7 @@ namespace tsmem {
 const std::vector<Pattern>& all_patterns() {
   // Longer chains first: the first pattern that matches a node takes it.
   static const std::vector<Pattern> patterns = {
+      composed_activation(),
       conv_bn_act_recompute(),
       conv_bn_act(),
       bn_act_max_pool(),
@@ -24,7 +25,9 @@ const std::vector<Pattern>& all_patterns() {
       glu(),
       rrelu(),
       linear(),
+      addmm(),
       layer_norm(),
+      rms_norm(),
       cat(),
       add(),
       mul(),

@@ -28,7 +28,7 @@ const std::set<std::string>& recomputed_operators() {
         "max_pool2d", "cat",     "permute",    "softmax",   "matmul",  "roll",       "transpose",  "view",
         "reshape",    "linear",  "contiguous", "unsqueeze", "slice",   "chunk",      "split",      "unbind",
         "expand",     "flatten", "select",     "squeeze",   "mean",    "sum",        "addmm",      "mm",
-        "bmm",        "baddbmm", "rms_norm",   "parameter"};
+        "bmm",        "baddbmm", "rms_norm",   "parameter", "prelu",   "glu",        "rrelu"};
     for (const CheapOp& op : kCheapOps) all.insert(canonical_name(op));
     return all;
   }();

@@ -112,6 +112,7 @@ class Matcher {
       CanonicalOp op = canonical(n);
       if (!op.name.empty()) {
         by_name_[op.name].push_back(n);
+        if (by_traced_number(op)) by_name_[op.name + "_number"].push_back(n);
         ops_.emplace(n, std::move(op));
       }
       for (Block* b : n->blocks()) collect(b, autocast, no_grad);
@@ -136,6 +137,17 @@ class Matcher {
     return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
   }
 
+  // A sum or product with a number that was traced: a constant tensor without dimensions.
+  static bool by_traced_number(const CanonicalOp& op) {
+    return commutes(op.name) && traced_number(op.inputs[1]).has_value();
+  }
+  static std::optional<c10::IValue> traced_number(const Value* v) {
+    const std::optional<c10::IValue> c = toIValue(v);
+    if (!c || !c->isTensor() || !c->toTensor().defined() || c->toTensor().dim() != 0 || !c->toTensor().is_cpu())
+      return std::nullopt;
+    return c10::IValue(c->toTensor().item());
+  }
+
   // Whether a constant has a literal's value. Numbers are compared as numbers, whatever their type.
   static bool is_constant(Value* v, const c10::IValue& wanted) {
     std::optional<c10::IValue> c = toIValue(v);
@@ -146,6 +158,8 @@ class Matcher {
         if (!is_constant(v->node()->input(i), elements[i])) return false;
       return true;
     }
+    if (!c) return false;
+    if (c->isTensor()) c = traced_number(v);
     if (!c) return false;
     if (c->isList() && wanted.isList()) {
       const auto x = c->toListRef(), y = wanted.toListRef();
@@ -170,7 +184,9 @@ class Matcher {
   bool bind(const CompiledRule& rule, size_t i, Node* n, Attempt& a, bool swap) {
     auto op = ops_.find(n);
     const Line& line = rule.lines[i];
-    if (op == ops_.end() || op->second.name != line.op || n->outputs().size() < line.outputs.size()) return false;
+    if (op == ops_.end() || n->outputs().size() < line.outputs.size()) return false;
+    const bool named = op->second.name == line.op;
+    if (!named && !(by_traced_number(op->second) && line.op == op->second.name + "_number")) return false;
     if (op->second.inputs.size() != line.arguments.size() || !is_act(op->second, line)) return false;
     a.nodes[i] = n;
     a.ops[i] = op->second;

@@ -33,6 +33,29 @@ class SqueezeExcite(nn.Module):
         return z * torch.sigmoid(self.fc(z.mean([2, 3], keepdim=True)))
 
 
+class NewGelu(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Conv1d(nn.Module):
+    """GPT-2's linear layer."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(x.size(0), x.size(1), x.size(2), self.weight.size(1))
+
+
+class Heads(nn.Module):
+    """Attention over an image's rows, with dropout."""
+
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x * 1, x, None, 0.1) + x
+
+
 def conv_bn(act, bias=False):
     return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=bias), nn.BatchNorm2d(8), act)
 
@@ -86,6 +109,10 @@ MODELS = {
     "rrelu": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.RReLU(), nn.Conv2d(8, 8, 3), nn.RReLU()),
     "glu": lambda: two(lambda: nn.Sequential(nn.Conv2d(8, 16, 1), nn.GLU(1))),
     "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
+    "addmm": lambda: two(lambda: nn.Sequential(nn.LayerNorm(32), Conv1d(32, 32))),
+    "composed-activation": lambda: two(lambda: nn.Sequential(Conv1d(32, 32), NewGelu())),
+    "rms-norm": lambda: two(lambda: nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))),
+    "attention with dropout": lambda: two(lambda: nn.Sequential(nn.Linear(32, 32), Heads())),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
 LIMITS = {
@@ -94,6 +121,7 @@ LIMITS = {
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
     "pointwise": (0.40, 0.40), "lookup": (0.45, 0.10),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
+    "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "attention with dropout": (0.50, 0.50),
 }
 
 

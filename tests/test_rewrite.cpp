@@ -932,3 +932,70 @@ TEST(Patterns, AreDescribedInWords) {
   for (const auto& p : tsmem::all_patterns())
     EXPECT_FALSE(p.algebra.empty() || p.keeps.empty() || p.conditions.empty() || p.rules.empty()) << p.name;
 }
+
+TEST(Rewrite, ProductsOfMatricesInEverySpelling) {
+  for (const char* spelling :
+       {"torch.mm(x, w)", "torch.addmm(b, x, w)", "torch.addmm(b, x, w, beta=0.5, alpha=2)",
+        "torch.bmm(x.unsqueeze(0), w.unsqueeze(0))", "torch.baddbmm(b, x.unsqueeze(0), w.unsqueeze(0), alpha=0.3)"}) {
+    SCOPED_TRACE(spelling);
+    Module m = module("Net");
+    m.register_parameter("w", at::randn({5, 3}), false);
+    m.register_parameter("b", at::randn({3}), false);
+    m.define(fmt::format("def forward(self, x):\n    w, b = self.w, self.b\n    return {}\n", spelling));
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, {}), "addmm"));
+    expect_same_numbers(original, m, {at::randn({4, 5})});
+  }
+}
+
+TEST(Rewrite, EverySpellingOfAComposedActivation) {
+  for (const char* spelling :
+       {"y * torch.sigmoid(y)", "y.sigmoid() * y", "y * torch.hardtanh(y + 3, 0, 6) / 6",
+        "y * (torch.hardtanh(3 + y, 0, 6) * 0.16666666666666666)", "torch.tanh(torch.softplus(y)) * y",
+        "y * 0.5 * (1.0 + torch.erf(y / 1.4142135623730951))", "0.5 * (y * (torch.erf(y * 0.7071067811865475) + 1))",
+        "(1 + torch.erf(y / 1.4142135623730951)) * y / 2",
+        "0.5 * y * (1.0 + torch.tanh(0.7978845608028654 * (y + 0.044715 * torch.pow(y, 3.0))))",
+        "0.5 * y * (1.0 + torch.tanh((y + 0.044715 * y * y * y) * 0.7978845608028654))",
+        "y * (0.5 * (torch.tanh(0.7978845608028654 * (y * y * y * 0.044715 + y)) + 1))",
+        "0.5 * y * (1.0 + torch.tanh(y * 0.7978845608 * (1.0 + 0.044715 * y * y)))"}) {
+    SCOPED_TRACE(spelling);
+    Module m = net(fmt::format("def forward(self, x):\n    y = self.conv.forward(x)\n    return {}\n", spelling));
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, {}), "composed-activation"));
+    FileCheck().check("tsmem::composed_act")->check_not("aten::mul")->run(graph(m));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Rewrite, DoesNotTakeWhatIsNoComposedActivation) {
+  for (const char* other : {"y * torch.sigmoid(y * 2)",                             // Swish with a factor
+                            "y * torch.clamp(y + 3, 0, 6) / 6",                     // another gradient at the borders
+                            "y * 0.5 * (1.0 + torch.erf(y / 1.41421356))",          // constants of float32
+                            "y * 0.5 * (1.0 + torch.erf(x / 1.4142135623730951))",  // two tensors
+                            "torch.tanh(y) * y", "y * 0.5 * (2.0 + torch.erf(y / 1.4142135623730951))"}) {
+    SCOPED_TRACE(other);
+    Module m = net(fmt::format("def forward(self, x):\n    y = self.conv.forward(x)\n    return {}\n", other));
+    EXPECT_FALSE(matched(rewrite(m, {}), "composed-activation"));
+  }
+}
+
+TEST(Rewrite, DoesNotTakeAComposedActivationWhoseStepsAreUsed) {
+  Module m =
+      net("def forward(self, x):\n    y = self.conv.forward(x)\n    s = torch.sigmoid(y)\n    return y * s + s\n");
+  EXPECT_TRUE(refused(rewrite(m, {}), "composed-activation", "1 other user"));
+}
+
+TEST(Rewrite, DoesNotTakeAComposedActivationOfWhatIsWrittenToInBetween) {
+  Module m =
+      net("def forward(self, x):\n    y = self.conv.forward(x)\n    s = torch.sigmoid(y)\n    y.add_(1)\n    return y "
+          "* s\n");
+  const auto r = rewrite(m, {});
+  EXPECT_FALSE(matched(r, "composed-activation"));
+}
+
+TEST(Rewrite, RmsNorm) {
+  Module m = net("def forward(self, x):\n    return torch.rms_norm(self.conv.forward(x), [7]) * 2\n");
+  Module original = reload(m);
+  EXPECT_TRUE(matched(rewrite(m, {}), "rms-norm"));
+  expect_same_numbers(original, m, image());
+}

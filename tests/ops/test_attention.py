@@ -54,14 +54,12 @@ def test_attention_every_combination_of_gradients(needs):
 
 
 def test_attention_that_is_stocks():
-    """Dropout, a boolean mask, a mask that needs a gradient, groups of heads, three dimensions, no element: the same result as PyTorch's, whatever it is."""
+    """All dropped, a boolean mask, groups of heads, three dimensions, no element: the same result as PyTorch's, whatever it is."""
     q, k, v = needing(heads(number=4), [True] * 3)
     few = [t[:, :2] for t in (k, v)]
-    bias = torch.randn(17, 17, dtype=torch.float64, requires_grad=True)
     for args, options in (
-        ((q, k, v), {"dropout_p": 0.5}),
+        ((q, k, v), {"dropout_p": 1.0}),
         ((q, k, v), {"attn_mask": torch.rand(17, 17) > 0.3}),
-        ((q, k, v), {"attn_mask": bias}),
         ((q, *few), {"enable_gqa": True}),
         ((q[0], k[0], v[0]), {}),
         ((q[:0], k[:0], v[:0]), {}),
@@ -71,10 +69,107 @@ def test_attention_that_is_stocks():
         torch.manual_seed(3)
         got = ops.scaled_dot_product_attention(*args, **options)
         assert torch.equal(got, want)
-        wanted = [q, k, v] + ([bias] if options.get("attn_mask") is bias else [])
+        wanted = [q, k, v]
         assert_equal(torch.autograd.grad(got.square().sum(), wanted), torch.autograd.grad(want.square().sum(), wanted))
     with pytest.raises(RuntimeError):
         ops.scaled_dot_product_attention(q, k[..., :3], v)
+
+
+def blocks(q, k, v, mask=None, p=0.0, causal=False, scale=None, again=1):
+    return torch.ops.tsmem.scaled_dot_product_attention(q, k, v, mask, p, causal, scale, False, again)
+
+
+def masks(q, k):
+    """Of each kind that the math path takes, with and without a gradient of its own."""
+    g = torch.Generator().manual_seed(5)
+    n, h, length, other = *q.shape[:3], k.shape[2]
+    yield None
+    for sizes in ((length, other), (n, 1, 1, other), (h, length, other), (n, h, length, other)):
+        yield torch.rand(sizes, generator=g) > 0.3
+        yield torch.randn(sizes, generator=g, dtype=torch.float64).to(q.dtype)
+        yield torch.randn(sizes, generator=g, dtype=torch.float64).to(q.dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("again", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_dropout_or_a_trained_mask_equals_stock(dtype, again):
+    """The same draws, and the generator where PyTorch's is; blocks of several batches, of one, and of some heads."""
+    eps = 16 * torch.finfo(dtype).eps
+    for shape, other, p in (((2, 3, 17, 8), None, 0.25), ((2, 3, 5, 8), 9, 0.5), ((2, 3, 17, 8), None, 0.0), ((3, 2, 420, 4), 430, 0.1), ((2, 2, 730, 4), None, 0.1)):
+        q, k, v = needing(heads(*shape, dtype=dtype, other=other), [True] * 3)
+        small = shape[2] < 100
+        for mask in masks(q, k) if small else (None,):
+            for causal, scale in itertools.product((False, True) if mask is None and small else (False,), (None, 0.3)):
+                if p == 0 and not (mask is not None and mask.requires_grad):
+                    continue
+                wanted = [q, k, v] + ([mask] if mask is not None and mask.requires_grad else [])
+                results = []
+                for f in (blocks, sdpa):
+                    torch.manual_seed(3)
+                    y = f(q, k, v, mask, p, causal, scale=scale)
+                    results.append([y, torch.get_rng_state().double(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
+                for a, b in zip(*results, strict=True):
+                    assert a.shape == b.shape and a.dtype == b.dtype
+                    torch.testing.assert_close(a, b, rtol=eps, atol=eps * float(b.abs().max()), equal_nan=True)
+                assert results[0][0].stride() == results[1][0].stride()
+
+
+@pytest.mark.parametrize("needs", itertools.product((False, True), repeat=4))
+def test_attention_with_dropout_every_combination_of_gradients(needs):
+    if not any(needs):
+        return
+    q, k, v = heads()
+    mask = torch.randn(17, 17, dtype=torch.float64)
+    inputs = needing((q, k, v, mask), needs)
+    got, want = (run(lambda *t: f(*t, 0.3), *inputs) for f in (blocks, sdpa))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_with_dropout_keeps_no_probabilities():
+    q, k, v = needing(heads(2, 4, 256, 16, torch.float32), [True] * 3)
+    kept = [live_bytes(lambda: f(q, k, v, None, 0.1)) for f in (sdpa, blocks)]
+    assert kept[1] < 20_000 < 2 * 4 * 256 * 256 * 4 * 2 < kept[0], kept
+
+
+def test_attention_with_dropout_all_of_a_row_masked():
+    q, k, v = needing(heads(), [True] * 3)
+    mask = torch.ones(17, 17, dtype=torch.bool)
+    mask[3] = False
+    got, want = (run(lambda *t: f(*t, mask, 0.3), q, k, v) for f in (blocks, sdpa))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_with_dropout_derivatives():
+    inputs = [*needing(heads(1, 2, 5, 3), [True] * 3), torch.randn(5, 5, dtype=torch.float64, requires_grad=True)]
+
+    def f(*t):
+        torch.manual_seed(1)
+        return blocks(*t, 0.4)
+
+    assert torch.autograd.gradcheck(f, inputs)
+    (g,) = torch.autograd.grad(f(*inputs).square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="tsmem::scaled_dot_product_attention: second derivatives"):
+        g.sum().backward()
+
+
+def test_attention_with_dropout_scripted_and_under_autocast():
+    def f(q, k, v):
+        return torch.ops.tsmem.scaled_dot_product_attention(q * 1, k, v, None, 0.2, recompute=1) * 2
+
+    def g(q, k, v):
+        return sdpa(q * 1, k, v, None, 0.2) * 2
+
+    own, theirs = torch.jit.script(f), torch.jit.script(g)
+    inputs = needing(heads(dtype=torch.float32), [True] * 3)
+    for _ in range(4):
+        for a, b in zip(run(own, *inputs), run(theirs, *inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for a, b in zip(run(own, *inputs), run(theirs, *inputs), strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
 
 
 def test_attention_gradcheck():

@@ -143,7 +143,7 @@ def parameter(w: Writer, shape: Shape, scale: float = 0.3) -> str:
 ACTIVATIONS = (
     "F.relu({v})|torch.relu({v})|{v}.relu()|F.relu6({v})|F.hardtanh({v})|F.hardtanh({v}, -0.5, 0.75)|F.threshold({v}, 0.25, -1.0)|F.leaky_relu({v}, 0.25)"
     "|F.leaky_relu({v}, 0.1)|F.hardsigmoid({v})|F.silu({v})|{v} * torch.sigmoid({v})|{v} * {v}.sigmoid()|torch.sigmoid({v}) * {v}|{v}.mul({v}.sigmoid())|F.gelu({v})"
-    "|F.gelu({v}, approximate='tanh')|F.hardswish({v})|{v} * F.hardsigmoid({v})|{v} * F.relu6({v} + 3.0) / 6.0|{v} * torch.tanh(F.softplus({v}))|torch.sigmoid({v})|{v}.sigmoid()"
+    "|F.gelu({v}, approximate='tanh')|F.hardswish({v})|{v} * F.hardsigmoid({v})|{v} * F.relu6({v} + 3.0) / 6.0|{v} * 0.5 * (1.0 + torch.erf({v} / 1.4142135623730951))|0.5 * {v} * (1.0 + torch.tanh(0.7978845608028654 * ({v} + 0.044715 * torch.pow({v}, 3.0))))|{v} * torch.tanh(F.softplus({v}))|torch.sigmoid({v})|{v}.sigmoid()"
     "|torch.tanh({v})|{v}.tanh()|F.elu({v})|F.elu({v}, 0.5)|F.selu({v})|F.celu({v})|F.celu({v}, 0.5)|F.softplus({v})|F.softplus({v}, 2.0, 10.0)|F.mish({v})|F.logsigmoid({v})"
     "|F.softsign({v})|F.tanhshrink({v})|{v}.clamp_min(0.0)|{v}.clamp(min=0.0)|{v}.clamp(-1.0, 1.0)|torch.clip({v}, 0.0, 6.0)|F.softshrink({v}, 0.25)|torch.selu({v})|torch.celu({v})"
     "|F.relu({v}, inplace=False)|F.hardshrink({v}, 0.25)|torch.where({v} > 0, {v}, 0.25 * {v})|torch.maximum({v}, torch.zeros_like({v}))|torch.nn.functional.silu({v}, inplace=False)"

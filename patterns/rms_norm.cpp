@@ -1,0 +1,16 @@
+#include "patterns/all.h"
+#include "patterns/same_schema.h"
+
+namespace tsmem {
+
+// z = rms_norm(x): z is recomputed from x.
+Pattern rms_norm() {
+  return {.name = "rms-norm",
+          .algebra = "z = x / sqrt(mean(x^2) + eps) * weight",
+          .keeps = "before: x, its square's mean, x / sqrt(...), z; after: x or what it is made from, one number a row",
+          .conditions = "none",
+          .for_regions = true,
+          .rules = {same_schema("rms_norm", 4)}};
+}
+
+}  // namespace tsmem
