@@ -292,6 +292,10 @@ std::vector<bool> needed(const std::vector<Tensor>& results, const std::vector<T
     if (is_input || !edge.is_valid() || !seen.insert(edge.function.get()).second) continue;
     for (const Edge& next : edge.function->next_edges()) open.push_back(next);
   }
+  // A view made without grad mode says that it needs a gradient where its base does, and passes none on; what is made
+  // from it says so too.
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].requires_grad() && !edges[i].is_valid()) found[i] = true;
   return found;
 }
 

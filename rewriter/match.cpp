@@ -382,8 +382,13 @@ class Matcher {
     return "";
   }
 
-  // Whether something that may run after the match writes to what it keeps: what follows, and all of a loop around it.
+  // Whether something that may run after the match writes to what it keeps: what follows, all of a loop around it, and
+  // dead code, wherever it stood.
   std::string written_later(const Attempt& kept) {
+    for (Value* written : view_.overwritten_unused)
+      for (const auto& [name, v] : kept.bound)
+        if (is_tensor(v) && may_alias(written, v))
+          return "something whose result is not used writes to an input of the match";
     for (Node* n = kept.nodes.back(); n; n = n->owningBlock()->owningNode()) {
       for (Node* later = n->next(); later != n->owningBlock()->return_node(); later = later->next())
         if (auto reason = writes(later, kept, /*in_between=*/false); !reason.empty()) return reason;

@@ -525,7 +525,34 @@ class BlocksThatOverwriteTheirSums(nn.Module):
         return self.blocks(F.relu(x * 2, inplace=True))
 
 
+class OverwritesAResidualForNothing(Norm):
+    """Nothing sees the write; a smooth activation's derivative needs the residual."""
+
+    def forward(self, x):
+        r = x * 1.0
+        y = self.norm(x)
+        y += r
+        y = F.hardswish(y, inplace=True)
+        r[:, 0] = r[:, 1]
+        return y
+
+
+class CallOnAViewMadeUnderNoGrad(nn.Module):
+    """Such a view says that it needs a gradient, and passes none on."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = nn.ReLU()
+
+    def forward(self, x):
+        with torch.no_grad():
+            v = x[:]
+        return self.called(v), x * 2
+
+
 PROGRAMS = [
+    OverwritesAResidualForNothing,
+    CallOnAViewMadeUnderNoGrad,
     BlocksThatOverwriteTheirSums,
     UnusedDropoutsThatAreOverwritten,
     TwoDrawsOfOneTensor,
@@ -569,7 +596,7 @@ PROGRAMS = [
     WritesToWhatACallReturned,
     Norm,
 ]
-CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts", "BlocksThatOverwriteTheirSums.blocks.?"]
+CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts", "BlocksThatOverwriteTheirSums.blocks.?", "CallOnAViewMadeUnderNoGrad.called"]
 LEVELS = {
     "regions": [],
     "ops": ["--level", "ops"],
@@ -633,3 +660,48 @@ def test_same_numbers(models, program, level):
         assert facts == other
         for s, t in zip(x, y, strict=True):
             torch.testing.assert_close(t, s, rtol=1e-9, atol=1e-9)
+
+
+class DropsForNothingBefore(nn.Module):
+    """TorchScript differentiates the layers by itself and moves them, and what their dropout draws for nothing, behind the other dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 8))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return F.dropout(torch.log1p(x.abs()), 0.3, self.training), y
+
+
+class DropsForNothingAndViews(DropsForNothingBefore):
+    """Here it leaves them in their place."""
+
+    def forward(self, x):
+        y = self.layers(x).view(2, 4, 64)
+        return F.dropout(torch.log1p(x.abs()), 0.3, self.training), y
+
+
+@pytest.mark.parametrize("level", ["regions", "ops"])
+@pytest.mark.parametrize("program", [DropsForNothingBefore, DropsForNothingAndViews])
+def test_draws_behind_a_dropout_of_nothing(program, level, tmp_path):
+    """They are those of the original's later calls."""
+    torch.manual_seed(0)
+    torch.jit.script(program()).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--level", level)
+    assert done.returncode == 0, done.stderr
+
+    def dropped(name):
+        model = torch.jit.load(str(tmp_path / name))
+        outputs = []
+        for _ in range(4):
+            torch.manual_seed(1)
+            x = torch.ones(2, 4, 8, 8, requires_grad=True)
+            out = model(x * 1)
+            sum(o.sum() for o in out).backward()
+            outputs.append(out[0].detach())
+        return outputs
+
+    assert "tsmem.dropout" in torch.jit.load(str(tmp_path / "rewritten.pt")).code + torch.jit.load(str(tmp_path / "rewritten.pt")).layers.code
+    for mine, stocks in zip(dropped("rewritten.pt")[2:], dropped("original.pt")[2:], strict=True):
+        torch.testing.assert_close(mine, stocks)

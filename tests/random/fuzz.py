@@ -143,17 +143,25 @@ def report(o: Outcome, level: str, source: str) -> str:
 
 
 class Progress:
-    """A bar on standard error, where that is a terminal."""
+    """On standard error: a bar on a terminal, else a line a minute, so that a run that is cut off has said how far it came."""
+
+    EVERY = 60  # seconds
 
     def __init__(self, total: int):
         self.total, self.start, self.shown = total, time.monotonic(), sys.stderr.isatty()
+        self.said = self.start
 
-    def show(self, done: int, wrong: int) -> None:
-        if not self.shown:
+    def show(self, done: int, programs: int, wrong: int, next_seed: int) -> None:
+        now = time.monotonic()
+        if self.shown:
+            part = done / max(self.total, 1)
+            left = (now - self.start) * (1 / part - 1) if part else 0
+            sys.stderr.write(f"\r[{'#' * int(30 * part):30}] {done} of {self.total}, {wrong} wrong, {left / 60:.0f} min left ")
+        elif now - self.said < self.EVERY:
             return
-        part = done / max(self.total, 1)
-        left = (time.monotonic() - self.start) * (1 / part - 1) if part else 0
-        sys.stderr.write(f"\r[{'#' * int(30 * part):30}] {done} of {self.total}, {wrong} wrong, {left / 60:.0f} min left ")
+        else:
+            self.said = now
+            sys.stderr.write(f"{programs} programs, {wrong} wrong, {done - programs} discarded before seed {next_seed}, {(now - self.start) / 60:.0f} min\n")
         sys.stderr.flush()
 
     def clear(self) -> None:
@@ -195,7 +203,7 @@ def run(first: int, last: int, keep: Optional[str] = None, shrink: bool = True, 
                 (pathlib.Path(keep) / f"{o.seed}.py").write_text(text)
             elif shrink:
                 print("\n" + text + "\n", flush=True)
-        progress.show(done, wrong)
+        progress.show(done, total, wrong, min((batch + 1) * BATCH, last))
     progress.clear()
     if discarded:
         print(f"{sum(discarded.values())} discarded, which the original itself can't run: " + "; ".join(f"{n} x {why}" for why, n in discarded.most_common(5)))
