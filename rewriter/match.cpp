@@ -37,9 +37,16 @@ namespace {
 struct CompiledRule {
   const Pattern* pattern;
   const Rule* rule;
-  std::vector<Line> lines;
+  const std::vector<Line>& lines;
   std::map<std::string, size_t> defined_by;  // inner value -> line
 };
+
+// The lines of a `match`, which every method of a model is searched for.
+const std::vector<Line>& lines_of(const std::string& match) {
+  static thread_local std::unordered_map<std::string, std::vector<Line>> known;
+  const auto found = known.find(match);
+  return found != known.end() ? found->second : known.emplace(match, canonical_lines(match)).first->second;
+}
 
 struct Attempt {
   std::vector<Node*> nodes;      // by line
@@ -54,7 +61,7 @@ class Matcher {
       : view_(view), attributes_(attributes) {
     for (const Pattern* p : patterns)
       for (const Rule& r : p->rules) {
-        CompiledRule c{p, &r, canonical_lines(r.match), {}};
+        CompiledRule c{p, &r, lines_of(r.match), {}};
         for (size_t i = 0; i < c.lines.size(); ++i)
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
