@@ -51,16 +51,6 @@ class ComposedNorm(nn.Module):
         return z.masked_fill(z > 3, 0.25) / 2
 
 
-class Upsampled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x):
-        y = nn.functional.interpolate(torch.relu(self.conv(x)), scale_factor=2.0)
-        return nn.functional.avg_pool2d(self.conv(y), 2)
-
-
 def two(layer):
     return nn.Sequential(layer(), layer())
 
@@ -80,7 +70,6 @@ MODELS = {
     "shape-only pads": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.ReplicationPad2d(2),
                                              nn.Conv2d(8, 8, 3, padding=2, padding_mode="replicate"), nn.ReflectionPad2d((1, 2, 3, 0)), nn.Conv2d(8, 8, 3)),
     "pointwise": lambda: two(ComposedNorm),
-    "lookup": lambda: two(Upsampled),
     "dropout": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Dropout2d(0.2)),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
@@ -88,7 +77,7 @@ LIMITS = {
     "bn-act": (1.01, 0.68), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (1.01, 0.68), "bn-add-act": (1.05, 0.70),
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.75, 0.10), "max-pool": (0.55, 0.10),
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
-    "pointwise": (0.40, 0.40), "lookup": (0.45, 0.10),
+    "pointwise": (0.40, 0.40),
 }
 
 
