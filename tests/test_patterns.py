@@ -119,7 +119,7 @@ LIMITS = {
     "bn-act": (1.01, 0.68), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (1.01, 0.68), "bn-add-act": (1.05, 0.70),
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.75, 0.10), "max-pool": (0.55, 0.10),
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
-    "pointwise": (0.40, 0.40), "lookup": (0.45, 0.10),
+    "pointwise": (0.40, 0.40), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
     "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "attention with dropout": (0.50, 0.50),
 }
