@@ -118,7 +118,7 @@ const std::vector<Derivative>& derivatives() {
       {"square", {{kFirst, [](Call c) { return c.grad * (c[0] * 2); }}}},
       {"reciprocal", {{kResult, [](Call c) { return -c.grad * (c.result() * c.result()); }}}},
       {"exp", {{kResult, [](Call c) { return c.grad * c.result(); }}}},
-      {"exp2", {{kResult, [](Call c) { return c.grad * (c.result() * M_LN2); }}}},
+      {"exp2", {{kResult, [](Call c) { return c.grad * c.result() * M_LN2; }}}},
       {"expm1", {{kResult, [](Call c) { return c.grad * (c.result() + 1); }}}},
       {"log", {{kFirst, [](Call c) { return c.grad / c[0]; }}}},
       {"log2", {{kFirst, [](Call c) { return c.grad / (c[0] * M_LN2); }}}},
