@@ -738,8 +738,8 @@ TEST(Regions, ChainsOfElementwiseOperators) {
         v = torch.mean(torch.pow(d, 2), [1], True)
         z = d * torch.rsqrt(v + 0.1)
         z = torch.where(z > 0, z, -z) / 2
-        z = 1.5 - z.masked_fill_(z > 2, 0.5)
-        z = torch.clamp(z, -1., 1.).to(torch.float64).type_as(x)
+        z = torch.rsub(z.masked_fill_(z > 2, 0.5), 1.5)
+        z = torch.clamp(z, -1., 1.).to(7).type_as(x)
         z = torch.exp(z).div_(torch.sqrt(torch.abs(z) + 1))
         return self.conv.forward(torch.pad(torch.flip(z, [3]), [1, 2]))
   )");
@@ -761,7 +761,7 @@ TEST(Regions, LookUpsAndInterpolation) {
         y = self.conv.forward(x)
         i = torch.tensor([2, 0, 1, 1])
         a = y[:, i] + torch.index_select(y, 1, i)
-        b = torch.gather(y, 1, torch.zeros_like(y).to(torch.int64)) * y.repeat([1, 1, 1, 1])
+        b = torch.gather(y, 1, torch.zeros_like(y).to(4)) * y.repeat([1, 1, 1, 1])
         return torch.upsample_nearest2d(a * b, None, [2., 2.])
   )");
   Module original = reload(m);
