@@ -10,6 +10,7 @@
 
 #include <unordered_set>
 
+#include "rewriter/canonical.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/unused_norms.h"
@@ -240,12 +241,12 @@ static std::unordered_set<const Value*> all_values(Block* block) {
   return values;
 }
 
-// What a value is a view of, as far as schemas say so.
+// What a value is a view of, or may be, as far as operators take it first.
 static Value* viewed(Value* v) {
   while (true) {
     const FunctionSchema* schema = v->node()->maybeSchema();
     if (!schema || v->node()->inputs().empty() || v->offset() >= schema->returns().size() ||
-        !schema->returns()[v->offset()].alias_info())
+        (!schema->returns()[v->offset()].alias_info() && !may_give_its_argument(v->node())))
       return v;
     v = v->node()->input(0);
   }

@@ -161,6 +161,50 @@ class WritesThroughAView(nn.Module):
         return a + z
 
 
+class Giver(nn.Module):
+    """Its argument or a view of it, which the operator's schema doesn't say; the linear layer's input is that, and it is overwritten later. PyTorch's own layer copies its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.conv(x)
+        y = self.linear(self.given(h).movedim(1, 3)).relu_()  # between what TorchScript doesn't differentiate by itself
+        h.view(2, 4, 64).sub_(0.5)
+        return y, h
+
+
+class DropoutGives(Giver):
+    def given(self, h: torch.Tensor):
+        return F.dropout(h, 0.3, self.training)
+
+
+class TypeAsGives(Giver):
+    def given(self, h: torch.Tensor):
+        return h.type_as(h)
+
+
+class EinsumGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.einsum("ncwh->nchw", h)
+
+
+class SumToSizeGives(Giver):
+    def given(self, h: torch.Tensor):
+        return h.sum_to_size(list(h.shape))
+
+
+class BroadcastGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.broadcast_tensors([h, h])[0]
+
+
+class ChunkGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.unsafe_chunk(h, 1)[0]
+
+
 class SigmoidOfSum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -589,6 +633,12 @@ PROGRAMS = [
     CallerWritesToAPieceLater,
     LoopWritesToAPiece,
     WritesThroughAView,
+    DropoutGives,
+    TypeAsGives,
+    EinsumGives,
+    SumToSizeGives,
+    BroadcastGives,
+    ChunkGives,
     CallerWritesToAResidualLater,
     UnusedDropout, DropoutInPlaceOfWhatIsUsed, DropoutInPlaceOfWhatIsNotUsed,
     DropoutBesideSqueeze,
