@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import conftest
@@ -165,6 +166,32 @@ def test_a_copy_keeps_what_a_file_keeps(tsmem, tmp_path):
     x = torch.randn(2, 8)
     assert torch.equal(new(x), module(x)) and new.other(3) == 5
     assert new.original_name == "Odd"
+
+
+class MeantAnotherThing(nn.Module):
+    """Every operator that TorchScript reads differently in a file of an older version."""
+
+    def forward(self, x, n: int):
+        whole = torch.arange(1, n)
+        y = F.gelu(x, approximate="tanh") + whole.div(2) + torch.div(whole, 2) + whole / 2
+        y += torch.full([n - 1], True, dtype=torch.bool).to(x.dtype)
+        if torch.full([2], n).is_floating_point():
+            y = y + 100
+        whole_too = whole.clone().double()
+        whole_too.div_(2)
+        return y + torch.linspace(0.0, 1.0, n - 1) + torch.logspace(0.0, 1.0, n - 1) + whole_too
+
+
+def test_a_copy_is_of_this_versions_code(tsmem):
+    module = torch.jit.script(MeantAnotherThing())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(tsmem.rewrite(module)(x, 9), module(x, 9), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["activations", "attention", "dropouts", "containers", "custom-class", "norms"])
+def test_models_in_the_process(tsmem, name):
+    for how in models.kinds(name):
+        assert "tsmem::" in str(tsmem.rewrite(models.make(name, how)).inlined_graph)
 
 
 def test_on_the_meta_device_and_traced(tsmem):
