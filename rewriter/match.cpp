@@ -66,7 +66,7 @@ class Matcher {
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
       }
-    collect(view.graph->block(), false, 0);
+    collect(view.graph->block(), 0, 0);
   }
 
   MatchResult run() {
@@ -100,12 +100,12 @@ class Matcher {
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
   // Under no_grad nothing is saved; and whether TorchScript takes a result there for one that needs a gradient depends
   // on which operators it finds there.
-  void collect(Block* block, bool autocast, int no_grad) {
+  void collect(Block* block, int autocast, int no_grad) {
     std::vector<int> around;
     for (Node* n : block->nodes()) {
       if (n->kind() == prim::SetAttr) sets_attributes_ = true;
-      if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
-      if (autocast) in_autocast_.insert(n);
+      if (borders_autocast(n)) autocast += n->kind() == prim::Enter ? 1 : -1;
+      if (autocast > 0) in_autocast_.insert(n);
       if (borders_no_grad(n)) no_grad += n->kind() == prim::Enter ? 1 : -1;
       if (no_grad > 0) in_no_grad_.insert(n);
       if (n->kind() == prim::Enter) {
@@ -475,9 +475,8 @@ class Matcher {
     if (v->type()->kind() != ListType::Kind || v->type()->containedType(0)->kind() != TensorType::Kind) return false;
     if (v->node()->kind() != prim::ListConstruct) {
       const ValueSet& all = sharing(written);
-      return std::any_of(all.begin(), all.end(), [&](const Value* x) {
-        return aliases().mayContainAlias(const_cast<Value*>(x), v);
-      });
+      return std::any_of(all.begin(), all.end(),
+                         [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), v); });
     }
     for (Value* element : v->node()->inputs())
       if (may_alias(written, element)) return true;
@@ -502,9 +501,8 @@ class Matcher {
       for (size_t i = 0; i < givers_.size(); ++i) {
         if (added[i]) continue;
         const auto touches = [&](Value* part) {
-          return std::any_of(all.begin(), all.end(), [&](const Value* x) {
-            return aliases().mayContainAlias(const_cast<Value*>(x), part);
-          });
+          return std::any_of(all.begin(), all.end(),
+                             [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), part); });
         };
         if (std::none_of(givers_[i].begin(), givers_[i].end(), touches)) continue;
         all.insert(givers_[i].begin(), givers_[i].end());
@@ -688,9 +686,8 @@ class Matcher {
       return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
     const ValueSet& all = sharing(x);
-    return std::any_of(all.begin(), all.end(), [&](const Value* v) {
-      return aliases().mayContainAlias(const_cast<Value*>(v), y);
-    });
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
   }
   // The first value of a chain of in-place operators.
   Value* root(Value* v) {

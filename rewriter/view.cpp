@@ -46,6 +46,18 @@ std::string module_path_of(const Place& place) {
 
 bool borders_autocast(const Node* n) { return borders(n, "autocast"); }
 
+bool inside_autocast(const Node* n) {
+  for (; n; n = n->owningBlock()->owningNode()) {
+    int blocks = 0;
+    for (const Node* before : n->owningBlock()->nodes()) {
+      if (before == n) break;
+      if (borders_autocast(before)) blocks += before->kind() == prim::Enter ? 1 : -1;
+    }
+    if (blocks > 0) return true;
+  }
+  return false;
+}
+
 bool borders_no_grad(const Node* n) { return borders(n, "torch.autograd.grad_mode.no_grad"); }
 
 std::shared_ptr<Graph> callee(const Node* call) {
@@ -88,6 +100,7 @@ struct Copier {
   Scopes& scopes;
   const std::function<bool(const Scope*)>& inlines;
   const BodyOf& body_of;
+  const bool exact;
   std::unordered_map<const Value*, IValue> known;  // values of the copy that are constants, beyond prim::Constant
 
   using Map = std::unordered_map<const Value*, Value*>;
@@ -186,7 +199,7 @@ struct Copier {
         }
       }
     }
-    if (const auto dims = dims_of_convolution(n, map)) {
+    if (const auto dims = exact ? std::nullopt : dims_of_convolution(n, map)) {
       WithInsertPoint at_end(to);
       map[n->output()] = view.graph->insertConstant(*dims);
       return;
@@ -210,9 +223,9 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
-                const BodyOf& body_of) {
+                const BodyOf& body_of, bool exact) {
   View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}};
-  Copier copier{view, scopes, inlines, body_of, {}};
+  Copier copier{view, scopes, inlines, body_of, exact, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
   copier.copy_block(source.block(), view.graph->block(), map, nullptr);

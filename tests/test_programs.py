@@ -205,6 +205,15 @@ class ChunkGives(Giver):
         return torch.unsafe_chunk(h, 1)[0]
 
 
+class OverwritesWhatASpelledOutGeluTakes(nn.Module):
+    """Neither the half of x nor its error function keeps x."""
+
+    def forward(self, x):
+        y = x * 0.5 * (1.0 + torch.erf(x / 1.4142135623730951))
+        x.transpose(0, 1).add_(0.5)
+        return y
+
+
 class SigmoidOfSum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -633,6 +642,7 @@ PROGRAMS = [
     CallerWritesToAPieceLater,
     LoopWritesToAPiece,
     WritesThroughAView,
+    OverwritesWhatASpelledOutGeluTakes,
     DropoutGives,
     TypeAsGives,
     EinsumGives,
@@ -732,13 +742,13 @@ class DropsForNothingAndViews(DropsForNothingBefore):
         return F.dropout(torch.log1p(x.abs()), 0.3, self.training), y
 
 
-@pytest.mark.parametrize("level", ["regions", "ops"])
+@pytest.mark.parametrize("options", [["--level", "regions"], ["--level", "ops"], ["--checkpoint", "layers"]])
 @pytest.mark.parametrize("program", [DropsForNothingBefore, DropsForNothingAndViews])
-def test_draws_behind_a_dropout_of_nothing(program, level, tmp_path):
+def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
     """They are those of the original's later calls."""
     torch.manual_seed(0)
     torch.jit.script(program()).save(str(tmp_path / "original.pt"))
-    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--level", level)
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", *options)
     assert done.returncode == 0, done.stderr
 
     def dropped(name):

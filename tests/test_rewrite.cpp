@@ -694,10 +694,10 @@ TEST(Regions, WhatIsMadeFromATensorThatIsWrittenToIsKept) {
 
 // These may give their argument, or a view of it, and their schemas don't say so.
 TEST(Regions, SeesThroughWhatGivesItsArgument) {
-  for (const char* given :
-       {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)", "torch.einsum('ncwh->nchw', [h])",
-        "torch.sum_to_size(h, h.size())", "torch.atleast_3d(h)", "torch.broadcast_tensors([h, x])[0]",
-        "torch.unsafe_chunk(h, 1)[0]", "torch.dropout(torch.type_as(h, x), 0.5, self.training).permute([0, 1, 3, 2])"}) {
+  for (const char* given : {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)",
+                            "torch.einsum('ncwh->nchw', [h])", "torch.sum_to_size(h, h.size())", "torch.atleast_3d(h)",
+                            "torch.broadcast_tensors([h, x])[0]", "torch.unsafe_chunk(h, 1)[0]",
+                            "torch.dropout(torch.type_as(h, x), 0.5, self.training).permute([0, 1, 3, 2])"}) {
     Module linear = net(fmt::format(R"(
     def forward(self, x):
         h = torch.tanh(x)
