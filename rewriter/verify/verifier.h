@@ -127,6 +127,10 @@ class Verifier {
   // there, else against A.
   void judge(Mode mode, const Start& at, bool f64, double f64_worst, const Errors& worst,
              std::pair<int, int> worst_call, std::vector<double> (&ratios)[3]);
+  // Of a call in which B is further from float64 than A's own runs: whether that is the chance of rounding. A model
+  // that magnifies rounding errors does so on some inputs and not on others: then A's own errors are as large on inputs
+  // that differ from these in their last digits, or B's are and the medians of both are alike.
+  bool unstable(Mode mode, const Start& at, int call, const Errors& worst);
   // Whether the first model draws otherwise with inputs that differ in their last digit, or with another thread count:
   // as a detector that samples among the boxes it has found.
   bool draws_by_rounding(Mode mode, const Start& at);
