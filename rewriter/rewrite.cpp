@@ -159,8 +159,8 @@ struct Selection {
   }
 };
 
-// What --module leaves out, and what is called inside an autocast block. A class has one body for all its instances:
-// all of them or none.
+// What the option `module` leaves out, and what is called inside an autocast block. A class has one body for all its
+// instances: all of them or none.
 LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& method, const Selection& selection) {
   if (selection.in_autocast.count(method))
     return {true, fmt::format("{} is called inside an autocast block of the model's own code, whose casts TorchScript "
@@ -523,7 +523,7 @@ std::vector<Site> build(const Module& module, const Selection& selection, Scopes
   return sites;
 }
 
-// The nodes whose output backward makes again.
+// The nodes whose output backward recomputes.
 std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
