@@ -278,6 +278,7 @@ class Matcher {
     for (const CanonicalOp& op : a.ops)
       for (const Value* v : op.inputs) {
         const Node* from = v->node();
+        if (from->kind() == prim::ListUnpack) from = from->input()->node();  // a piece of chunk, split or unbind
         auto known = ops_.find(const_cast<Node*>(from));
         if (from->kind() == prim::If || (known != ops_.end() && wanted.count(known->second.name))) return true;
         if (from->kind() == prim::GetAttr && wanted.count("parameter") && is_tensor(v)) return true;
