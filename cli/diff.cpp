@@ -8,12 +8,12 @@
 
 #include "cli/cli.h"
 #include "cli/page.h"
-#include "rewriter/added_names.h"
 #include "rewriter/compare/diff.h"
 #include "rewriter/compare/diff_text.h"
 #include "rewriter/error.h"
-#include "rewriter/model_file.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/rewrite/added_names.h"
+#include "rewriter/rewrite/rewrite.h"
 
 namespace tsmem::cli {
 namespace {

@@ -2,8 +2,8 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
+#include "rewriter/file/model_file.h"
 #include "rewriter/graph/import_exported.h"
-#include "rewriter/model_file.h"
 
 namespace tsmem::cli {
 namespace {

@@ -10,10 +10,10 @@
 #include <unordered_set>
 
 #include "cli/cli.h"
-#include "rewriter/added_names.h"
 #include "rewriter/error.h"
-#include "rewriter/model_file.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/rewrite/added_names.h"
+#include "rewriter/rewrite/rewrite.h"
 
 namespace tsmem::cli {
 namespace {

@@ -17,10 +17,10 @@
 #include <new>
 
 #include "cli/cli.h"
-#include "rewriter/check_file.h"
 #include "rewriter/error.h"
-#include "rewriter/model_file.h"
-#include "rewriter/op_library.h"
+#include "rewriter/file/check_file.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/file/op_library.h"
 
 namespace tsmem::cli {
 namespace {
@@ -72,8 +72,8 @@ void lower(__rlimit_resource what, rlimit& before, uint64_t to) {
 }
 
 // LibTorch's reader recurses, loops and allocates as a file tells it. What a file may make it do is checked before
-// (rewriter/check_file.h); for what that leaves there are these limits, and on_crash. No process of its own is needed
-// for them: this one does nothing else, and its outputs appear whole or not at all.
+// (rewriter/file/check_file.h); for what that leaves there are these limits, and on_crash. No process of its own is
+// needed for them: this one does nothing else, and its outputs appear whole or not at all.
 void while_reading(const char* path, int seconds, uint64_t bytes) {
   BeingRead& b = being_read;
   if (!path) {

@@ -9,9 +9,9 @@
 #include "cli/run_options.h"
 #include "cli/timeline.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
-#include "rewriter/model_file.h"
-#include "rewriter/report_json.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/measure/inputs.h"
+#include "rewriter/session/report_json.h"
 #include "tsmem/session.h"
 
 namespace tsmem::cli {

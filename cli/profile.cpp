@@ -8,10 +8,10 @@
 #include "cli/run_options.h"
 #include "cli/timeline.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/file/model_file.h"
 #include "rewriter/measure/freed_memory.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/measure/profile.h"
-#include "rewriter/model_file.h"
 
 namespace tsmem::cli {
 namespace {

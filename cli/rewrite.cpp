@@ -17,10 +17,10 @@
 #include "cli/saved.h"
 #include "patterns/pattern.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
-#include "rewriter/model_file.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/plan/size.h"
-#include "rewriter/report_json.h"
+#include "rewriter/session/report_json.h"
 #include "rewriter/text.h"
 #include "tsmem/session.h"
 

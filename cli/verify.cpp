@@ -7,9 +7,9 @@
 #include "cli/cli.h"
 #include "cli/run_options.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/file/model_file.h"
 #include "rewriter/measure/freed_memory.h"
-#include "rewriter/model_file.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/verify/verify.h"
 
 namespace tsmem::cli {

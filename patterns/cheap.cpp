@@ -5,7 +5,7 @@
 namespace tsmem {
 namespace {
 
-// A sum or product with a number has a canonical name of its own (rewriter/canonical.h).
+// A sum or product with a number has a canonical name of its own (rewriter/rewrite/canonical.h).
 std::string canonical_name(const CheapOp& op) {
   const std::string name(op.name());
   return name == "add" || name == "mul" ? name + "_number" : name;

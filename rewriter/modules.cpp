@@ -4,7 +4,7 @@
 #include <unordered_set>
 
 #include "rewriter/method_call.h"
-#include "rewriter/view.h"
+#include "rewriter/rewrite/view.h"
 
 namespace tsmem {
 

@@ -3,12 +3,12 @@
 
 #include <nlohmann/json.hpp>
 
-#include "rewriter/added_names.h"
 #include "rewriter/compare/alignment.h"
 #include "rewriter/compare/diff.h"
 #include "rewriter/compare/diff_text.h"
 #include "rewriter/compare/graph_lines.h"
 #include "rewriter/error.h"
+#include "rewriter/rewrite/added_names.h"
 
 using namespace tsmem;
 using torch::jit::Module;

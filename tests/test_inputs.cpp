@@ -1,4 +1,4 @@
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickle.h>

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 
 namespace tsmem {
 namespace {

@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <fstream>
 
-#include "rewriter/archive.h"
 #include "rewriter/error.h"
-#include "rewriter/model_file.h"
-#include "rewriter/pickle.h"
+#include "rewriter/file/archive.h"
+#include "rewriter/file/model_file.h"
+#include "rewriter/file/pickle.h"
 
 using namespace tsmem;
 using torch::jit::Module;

@@ -10,8 +10,8 @@
 
 #include "patterns/pattern.h"
 #include "rewriter/error.h"
-#include "rewriter/pattern_check.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/patterns/pattern_check.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "rewriter/verify/verify.h"
 
 using torch::jit::Module;

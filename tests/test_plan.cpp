@@ -4,7 +4,7 @@
 #include "ops/recompute_argument.h"
 #include "rewriter/plan/milp.h"
 #include "rewriter/plan/planner.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/rewrite.h"
 
 namespace tsmem {
 namespace {

@@ -10,8 +10,8 @@
 #include "patterns/pattern.h"
 #include "rewriter/compare/diff.h"
 #include "rewriter/error.h"
-#include "rewriter/match.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/match.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "rewriter/verify/verify.h"
 
 using torch::jit::Module;

@@ -6,10 +6,10 @@
 
 #include <sstream>
 
-#include "rewriter/in_memory.h"
+#include "rewriter/file/in_memory.h"
 #include "rewriter/measure/kept_bytes.h"
 #include "rewriter/modules.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "rewriter/stays/saved_by.h"
 #include "rewriter/stays/stays.h"
 

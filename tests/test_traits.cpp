@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
-#include "rewriter/apply.h"
+#include "rewriter/rewrite/apply.h"
 
 namespace tsmem {
 namespace {

@@ -4,11 +4,12 @@
 // `match` is IR over canonical operators, one a line, the last line the one that the search starts from:
 //     %n = batch_norm(%y, %gamma, %beta, %mean, %var, %train, %momentum, %eps, %cudnn)
 //     %z = act(%n)
-// Every spelling of an operator has one canonical form there (rewriter/canonical.h): `act` is any activation, in place
-// or not, and an activation's own name that one; `add` and `mul` match their operands in either order; other names are
-// aten's, or qualified ones of other libraries, matched with all their arguments in order. `rewrite` is IR too, each
-// line put where the line of `match` with the same first output stood. ACT stands for the matched activation's name and
-// arguments, DRAWS for what rewriter/autodiff.h says; constants and lists of constants are written as they are.
+// Every spelling of an operator has one canonical form there (rewriter/rewrite/canonical.h): `act` is any activation,
+// in place or not, and an activation's own name that one; `add` and `mul` match their operands in either order; other
+// names are aten's, or qualified ones of other libraries, matched with all their arguments in order. `rewrite` is IR
+// too, each line put where the line of `match` with the same first output stood. ACT stands for the matched
+// activation's name and arguments, DRAWS for what rewriter/rewrite/autodiff.h says; constants and lists of constants
+// are written as they are.
 #pragma once
 #include <set>
 #include <string>

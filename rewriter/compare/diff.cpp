@@ -7,12 +7,12 @@
 #include <unordered_set>
 #include <utility>
 
-#include "rewriter/added_names.h"
 #include "rewriter/compare/graph_lines.h"
 #include "rewriter/compare/op_counts.h"
 #include "rewriter/compare/value_text.h"
 #include "rewriter/error.h"
 #include "rewriter/method_call.h"
+#include "rewriter/rewrite/added_names.h"
 #include "rewriter/text.h"
 
 namespace tsmem {

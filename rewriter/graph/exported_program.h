@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "rewriter/archive.h"
+#include "rewriter/file/archive.h"
 
 namespace tsmem {
 

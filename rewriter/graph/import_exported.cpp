@@ -17,7 +17,7 @@
 #include "rewriter/graph/outline.h"
 #include "rewriter/graph/tensor_values.h"
 #include "rewriter/modules.h"
-#include "rewriter/view.h"
+#include "rewriter/rewrite/view.h"
 
 namespace tsmem {
 

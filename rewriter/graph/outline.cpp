@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "rewriter/install.h"
 #include "rewriter/modules.h"
-#include "rewriter/view.h"
+#include "rewriter/rewrite/install.h"
+#include "rewriter/rewrite/view.h"
 
 namespace tsmem {
 

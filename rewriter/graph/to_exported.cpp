@@ -12,7 +12,7 @@
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/origin.h"
 #include "rewriter/modules.h"
-#include "rewriter/view.h"
+#include "rewriter/rewrite/view.h"
 
 namespace tsmem {
 

@@ -7,7 +7,7 @@
 #include <sstream>
 #include <unordered_set>
 
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/measure/recorder.h"
 
 namespace tsmem {

@@ -10,8 +10,8 @@
 #include <unordered_set>
 
 #include "rewriter/clock.h"
-#include "rewriter/inputs.h"
 #include "rewriter/measure/allocator.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/measure/module_paths.h"
 #include "rewriter/method_call.h"
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 
 namespace tsmem {
 

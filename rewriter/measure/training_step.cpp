@@ -8,7 +8,7 @@
 
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/measure/state_guard.h"
 
 namespace tsmem {

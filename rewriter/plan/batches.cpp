@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 
 namespace tsmem {
 

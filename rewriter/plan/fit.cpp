@@ -4,7 +4,7 @@
 #include <fstream>
 #include <set>
 
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/plan/size.h"
 
 namespace tsmem {

@@ -10,7 +10,7 @@
 #include "rewriter/measure/training_step.h"
 #include "rewriter/plan/metered_step.h"
 #include "rewriter/plan/step_model.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/rewrite.h"
 
 namespace tsmem {
 

@@ -5,8 +5,8 @@
 #include <set>
 #include <utility>
 
-#include "rewriter/inputs.h"
 #include "rewriter/measure/allocator.h"
+#include "rewriter/measure/inputs.h"
 
 namespace tsmem {
 namespace {

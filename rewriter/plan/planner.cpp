@@ -10,7 +10,7 @@
 #include "ops/recompute_argument.h"
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
-#include "rewriter/estimate.h"
+#include "rewriter/measure/estimate.h"
 #include "rewriter/plan/measurement.h"
 
 namespace tsmem {

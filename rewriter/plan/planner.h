@@ -16,7 +16,7 @@
 
 #include "rewriter/plan/batches.h"
 #include "rewriter/plan/choice.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "tsmem/plan.h"
 
 namespace tsmem {

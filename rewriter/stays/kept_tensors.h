@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "rewriter/view.h"
+#include "rewriter/rewrite/view.h"
 
 namespace tsmem {
 

@@ -8,9 +8,9 @@
 
 #include "ops/traits.h"
 #include "patterns/pattern.h"
-#include "rewriter/apply.h"
-#include "rewriter/canonical.h"
-#include "rewriter/pattern_lines.h"
+#include "rewriter/patterns/pattern_lines.h"
+#include "rewriter/rewrite/apply.h"
+#include "rewriter/rewrite/canonical.h"
 #include "rewriter/stays/saved_by.h"
 
 namespace tsmem {

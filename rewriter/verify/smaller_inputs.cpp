@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 
 #include <limits>
 

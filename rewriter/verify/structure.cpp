@@ -4,7 +4,7 @@
 #include <regex>
 #include <unordered_map>
 
-#include "rewriter/added_names.h"
+#include "rewriter/rewrite/added_names.h"
 #include "rewriter/verify/verify.h"
 
 namespace tsmem {

@@ -11,9 +11,9 @@
 
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
-#include "rewriter/inputs.h"
+#include "rewriter/measure/inputs.h"
 #include "rewriter/measure/state_guard.h"
-#include "rewriter/rewrite.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "rewriter/verify/outcome.h"
 #include "rewriter/verify/verify.h"
 

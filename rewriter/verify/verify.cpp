@@ -4,8 +4,8 @@
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include "rewriter/graph/exported_graph.h"
+#include "rewriter/rewrite/view.h"
 #include "rewriter/verify/depthwise.h"
-#include "rewriter/view.h"
 
 namespace tsmem {
 

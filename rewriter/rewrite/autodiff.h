@@ -1,0 +1,15 @@
+// What TorchScript's own differentiation does to a model, as far as its results can be seen from outside.
+#pragma once
+#include <unordered_set>
+
+#include "rewriter/rewrite/view.h"
+
+namespace tsmem {
+
+// The aten::dropout nodes of a method's view that TorchScript differentiates by itself when the method runs with
+// gradients for the third time or later: those with a differentiable operator beside them. They draw random numbers
+// with p = 0 and p = 1 too, where the operator alone draws none. None where TorchScript moves such a draw before or
+// behind another: then the draws of others are those of its first call only if nothing is drawn for nothing.
+std::unordered_set<const Node*> differentiated_dropouts(const View& view);
+
+}  // namespace tsmem
