@@ -2,7 +2,7 @@
 // and, of an LSTM, the cell's state at a few steps; the gates, three or four times as large, are computed again, a
 // chunk of steps at a time (ops/cpu/rnn.cpp). Between layers PyTorch's dropout keeps the generator's state alone.
 //
-// On the CPU; elsewhere, and under autocast, the networks are PyTorch's own.
+// On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
 #include "rnn_layer.h"
 
 #include "recompute.h"
@@ -148,7 +148,8 @@ bool ours(const Network& n, const Tensor& input, int64_t dim) {
   see(input);
   for (const Tensor& t : n.hidden) see(t);
   for (const Tensor& t : n.params) see(t);
-  if (!at::GradMode::is_enabled() || !grad || !alike || !has_kernel(op, input) || input.dim() != dim ||
+  const bool full = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
+  if (!at::GradMode::is_enabled() || !grad || !alike || !full || !has_kernel(op, input) || input.dim() != dim ||
       at::autocast::is_autocast_enabled(input.device().type()))
     return false;
   if (n.layers < 1 || n.hidden.size() != (n.cell == Cell::lstm ? 2 : 1)) return false;

@@ -344,10 +344,18 @@ class Matcher {
     if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
     for (const std::string& name : rule.rule->intact) {
       Attempt kept = a;
-      std::erase_if(kept.bound, [&](const auto& entry) { return entry.first != name; });
+      kept.bound = {{name, value_of(rule, a, name)}};
       if (auto reason = written_later(kept); !reason.empty()) return reason;
     }
     return disturbed(a);
+  }
+
+  // An input of the match, an inner value or a result.
+  static Value* value_of(const CompiledRule& rule, const Attempt& a, const std::string& name) {
+    const auto made = rule.defined_by.find(name);
+    if (made == rule.defined_by.end()) return a.bound.at(name);
+    const auto& outs = rule.lines[made->second].outputs;
+    return a.nodes[made->second]->output(std::find(outs.begin(), outs.end(), name) - outs.begin());
   }
 
   // A dropout with p = 0, or in evaluation. TorchScript's own makes a tensor where it differentiates it: what
@@ -620,9 +628,14 @@ class Matcher {
       if (!written) continue;
       for (const auto& [name, v] : a.bound)
         if (is_tensor(v) && v->node() != n && may_alias(n->input(k), v))
-          return fmt::format("{} writes to an input of the match {}", name_of(n), in_between ? "in between" : "later");
+          return fmt::format("{} writes to {} of the match {}", name_of(n),
+                             is_result(v, a) ? "a result" : "an input", in_between ? "in between" : "later");
     }
     return "";
+  }
+
+  static bool is_result(const Value* v, const Attempt& a) {
+    return std::find(a.nodes.begin(), a.nodes.end(), v->node()) != a.nodes.end();
   }
 
   bool may_alias(Value* x, Value* y) {
