@@ -1,6 +1,7 @@
 // LSTM, GRU and simple recurrent networks. Backward needs the inputs and outputs of each layer, which are there anyway,
 // and, of an LSTM, the cell's state at a few steps; the gates, three or four times as large, are computed again, a
-// chunk of steps at a time (ops/cpu/rnn.cpp). Between layers PyTorch's dropout keeps the generator's state alone.
+// chunk of steps at a time (ops/cpu/rnn.cpp), but for LSTMs of which oneDNN is too fast for that. Between layers
+// PyTorch's dropout keeps the generator's state alone.
 //
 // On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
 #include "rnn_layer.h"
@@ -33,7 +34,8 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     static const RnnLayerOp op("tsmem::_rnn_layer");
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto cell = static_cast<int64_t>(args.cell);
-    auto [out, hn, cn, borders] = op(input, args.batch_sizes, hx, cx, weights, cell, args.biases, args.bidirectional);
+    auto [out, hn, cn, borders, gates] =
+        op(input, args.batch_sizes, hx, cx, weights, cell, args.biases, args.bidirectional);
     Keeper keeper;
     keeper.add(input);
     keeper.add(hx);
@@ -41,6 +43,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     for (const Tensor& w : weights) keeper.add(w);
     keeper.add(out, true);
     keeper.add(borders, true);
+    keeper.add(gates, true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["cell"] = cell;
@@ -72,7 +75,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
       auto [dx, dh, dc, dw] =
           op(optional(grads[0]), optional(grads[1]), lstm ? optional(grads[2]) : std::nullopt, kept[0],
              data["batch_sizes"].toIntVector(), kept[1], optional(kept[2]), w, kept[3 + weights], kept[4 + weights],
-             cell, data["biases"].toBool(), data["bidirectional"].toBool(), want);
+             kept[5 + weights], cell, data["biases"].toBool(), data["bidirectional"].toBool(), want);
       result[0] = std::move(dx);
       result[1] = std::move(dh);
       result[2] = std::move(dc);
@@ -136,6 +139,10 @@ std::optional<std::vector<int64_t>> packed_sizes(const Tensor& batch_sizes, int6
   return sizes;
 }
 
+bool under_autocast(at::DeviceType device) {
+  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+}
+
 // Whether the network runs here.
 bool ours(const Network& n, const Tensor& input, int64_t dim) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_rnn_layer", "");
@@ -150,7 +157,7 @@ bool ours(const Network& n, const Tensor& input, int64_t dim) {
   for (const Tensor& t : n.params) see(t);
   const bool full = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
   if (!at::GradMode::is_enabled() || !grad || !alike || !full || !has_kernel(op, input) || input.dim() != dim ||
-      at::autocast::is_autocast_enabled(input.device().type()))
+      under_autocast(input.device().type()))
     return false;
   if (n.layers < 1 || n.hidden.size() != (n.cell == Cell::lstm ? 2 : 1)) return false;
   for (const Tensor& t : n.hidden)
@@ -276,12 +283,11 @@ void register_rnn(torch::Library& m) {
   define<&one_state_packed<Cell::relu>>(m, "rnn_relu.data", data + state + rest, two);
   m.def(
       "_rnn_layer(Tensor input, int[] batch_sizes, Tensor hx, Tensor? cx, Tensor[] weights, int cell, bool biases, "
-      "bool "
-      "bidirectional) -> (Tensor, Tensor, Tensor, Tensor)");
+      "bool bidirectional) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_rnn_layer_backward(Tensor? grad_out, Tensor? grad_hn, Tensor? grad_cn, Tensor input, int[] batch_sizes, Tensor "
-      "hx, Tensor? cx, Tensor[] weights, Tensor out, Tensor borders, int cell, bool biases, bool bidirectional, int "
-      "want) -> (Tensor, Tensor, Tensor, Tensor[])");
+      "hx, Tensor? cx, Tensor[] weights, Tensor out, Tensor borders, Tensor gates, int cell, bool biases, bool "
+      "bidirectional, int want) -> (Tensor, Tensor, Tensor, Tensor[])");
 }
 
 }  // namespace tsmem

@@ -25,10 +25,17 @@ inline int64_t steps_of_chunk(int64_t steps, int64_t batch) {
   return std::min(steps, std::max(root, (kRows + batch - 1) / batch));
 }
 
+// Whether the gates stay: of LSTMs that PyTorch gives to oneDNN, which is so fast that making them again would be felt.
+// It keeps far more.
+inline bool keeps_gates(Cell cell, at::ScalarType type, bool packed, bool projects) {
+  return cell == Cell::lstm && type == at::kFloat && !packed && !projects;
+}
+
 // _rnn_layer: input [T, B, D], or packed rows [N, D] with the batch size of each step, which never grows; hx [d, B,
-// Hy], cx [d, B, H] for d directions. Returns the output [T, B, d Hy] or [N, d Hy], the last states, and, of an LSTM, c
-// where each chunk of steps begins: all that backward needs beside the operands and the output.
-using RnnLayerOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+// Hy], cx [d, B, H] for d directions. Returns the output [T, B, d Hy] or [N, d Hy], the last states, of an LSTM c where
+// each chunk of steps begins, and its gates [d, N, 4 H] where they stay: all that backward needs beside the operands
+// and the output.
+using RnnLayerOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& input, at::IntArrayRef batch_sizes, const at::Tensor& hx, const OptTensor& cx,
     at::TensorList weights, int64_t cell, bool biases, bool bidirectional)>;
 
@@ -37,6 +44,7 @@ using RnnLayerOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tens
 using RnnLayerBackwardOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, std::vector<at::Tensor>>(
     const OptTensor& grad_out, const OptTensor& grad_hn, const OptTensor& grad_cn, const at::Tensor& input,
     at::IntArrayRef batch_sizes, const at::Tensor& hx, const OptTensor& cx, at::TensorList weights,
-    const at::Tensor& out, const at::Tensor& borders, int64_t cell, bool biases, bool bidirectional, int64_t want)>;
+    const at::Tensor& out, const at::Tensor& borders, const at::Tensor& gates, int64_t cell, bool biases,
+    bool bidirectional, int64_t want)>;
 
 }  // namespace tsmem

@@ -401,9 +401,9 @@ class Matcher {
   // dead code, wherever it stood.
   std::string written_later(const Attempt& kept) {
     for (Value* written : view_.overwritten_unused)
-      for (const auto& [name, v] : kept.bound)
-        if (is_tensor(v) && may_alias(written, v))
-          return "something whose result is not used writes to an input of the match";
+      for (const auto& [name, bound] : kept.bound)
+        for (Value* v : tensors_of(bound))
+          if (may_alias(written, v)) return "something whose result is not used writes to an input of the match";
     for (Node* n = kept.nodes.back(); n; n = n->owningBlock()->owningNode()) {
       for (Node* later = n->next(); later != n->owningBlock()->return_node(); later = later->next())
         if (auto reason = writes(later, kept, /*in_between=*/false); !reason.empty()) return reason;
@@ -626,12 +626,20 @@ class Matcher {
       const auto* alias = schema->arguments()[k].alias_info();
       const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
       if (!written) continue;
-      for (const auto& [name, v] : a.bound)
-        if (is_tensor(v) && v->node() != n && may_alias(n->input(k), v))
-          return fmt::format("{} writes to {} of the match {}", name_of(n),
-                             is_result(v, a) ? "a result" : "an input", in_between ? "in between" : "later");
+      for (const auto& [name, bound] : a.bound)
+        for (Value* v : tensors_of(bound))
+          if (v->node() != n && may_alias(n->input(k), v))
+            return fmt::format("{} writes to {} of the match {}", name_of(n), is_result(v, a) ? "a result" : "an input",
+                               in_between ? "in between" : "later");
     }
     return "";
+  }
+
+  // A tensor, or those of a list that is made here.
+  static std::vector<Value*> tensors_of(Value* v) {
+    if (is_tensor(v)) return {v};
+    const bool tensors = v->node()->kind() == prim::ListConstruct && v->type()->isSubtypeOf(*ListType::ofTensors());
+    return tensors ? v->node()->inputs().vec() : std::vector<Value*>{};
   }
 
   static bool is_result(const Value* v, const Attempt& a) {

@@ -17,6 +17,9 @@ namespace {
 
 using at::Tensor;
 
+// With fewer rows products with a view of the transposed weights round better than with a copy, which are faster.
+// PyTorch's own are the former, but for oneDNN's.
+constexpr int64_t kFew = 16;
 constexpr int64_t kSerial = 1 << 12;  // elements of a state that are not worth a second thread
 
 // f(begin, end) for rows of n elements.
@@ -70,7 +73,7 @@ struct Direction {
   bool reverse;
   Tensor hx, cx;  // [B, Hy], [B, H]
   Tensor out;     // rows of the output's columns that are this direction's
-  Tensor hh_t;    // w.hh, transposed: products with it are faster
+  Tensor hh_t;    // w.hh, transposed
   Tensor bias;    // what the input's part has
 
   int64_t n() const { return w.hh.size(0) / gates_of(cell); }
@@ -129,8 +132,12 @@ RnnWeights weights_of(at::TensorList all, int64_t direction, bool biases, int64_
 
 at::ScalarType state_type(at::ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
 
+bool keeps_gates(const Direction& d, bool packed) {
+  return tsmem::keeps_gates(d.cell, d.w.hh.scalar_type(), packed, d.w.hr.defined());
+}
+
 // The layer's directions, over the columns of `out`.
-std::vector<Direction> directions_of(Cell cell, const Steps& steps, const Tensor& hx, const OptTensor& cx,
+std::vector<Direction> directions_of(Cell cell, const Steps& steps, bool packed, const Tensor& hx, const OptTensor& cx,
                                      at::TensorList weights, bool biases, bool bidirectional, const Tensor& out) {
   std::vector<Direction> all;
   const int64_t count = bidirectional ? 2 : 1, columns = hx.size(2);
@@ -139,7 +146,8 @@ std::vector<Direction> directions_of(Cell cell, const Steps& steps, const Tensor
     Direction one{cell, weights_of(weights, d, biases, count), steps, d == 1, hx[d].contiguous(), {}, {}, {}, {}};
     if (cx) one.cx = (*cx)[d];
     one.out = rows.narrow(1, d * columns, columns);
-    one.hh_t = one.w.hh.t().contiguous();
+    const bool copy = keeps_gates(one, packed) || steps.size(0) >= kFew;
+    one.hh_t = copy ? one.w.hh.t().contiguous() : one.w.hh.t();
     if (biases) one.bias = cell == Cell::gru ? one.w.b_ih : one.w.b_ih + one.w.b_hh;
     all.push_back(std::move(one));
   }
@@ -172,18 +180,22 @@ int64_t most_rows(const std::vector<Chunk>& chunks) {
 }
 
 // Runs one direction; c [B, H] is an LSTM's state and ends as the last one, `borders` [chunks, B, H] takes it where a
-// chunk begins.
-void run_forward(const Direction& d, const Tensor& input, bool packed, const Tensor& c, const Tensor& borders) {
+// chunk begins. `gates` [N, 4 H] takes them, or is undefined.
+void run_forward(const Direction& d, const Tensor& input, bool packed, const Tensor& c, const Tensor& borders,
+                 const Tensor& gates) {
   const int64_t n = d.n(), batch = d.steps.size(0);
   const Dtype dtype = cpu_dtype(input.scalar_type());
   const auto chunks = d.chunks();
-  const Tensor buffer = at::empty({most_rows(chunks), d.w.hh.size(0)}, input.options());
+  const bool keep = gates.defined();
+  const Tensor buffer = keep ? gates : at::empty({most_rows(chunks), d.w.hh.size(0)}, input.options());
+  const Tensor was = keep ? at::empty_like(c) : Tensor();  // of no use: gates become activations along with it
   Tensor other;
   if (d.cell == Cell::gru) other = at::empty({batch, d.w.hh.size(0)}, input.options());
   if (d.w.hr.defined()) other = at::empty({batch, n}, input.options());
   for (size_t i = 0; i < chunks.size(); ++i) {
     const Chunk& chunk = chunks[i];
-    const Tensor all = d.input_part(buffer, rows_of(input, packed, chunk, batch));
+    const Tensor all =
+        d.input_part(keep ? gates.narrow(0, chunk.low, chunk.rows) : buffer, rows_of(input, packed, chunk, batch));
     if (d.cell == Cell::lstm) borders[static_cast<int64_t>(i)].copy_(c);
     for (int64_t k = chunk.first; k < chunk.last; ++k) {
       const int64_t t = d.at(k), rows = d.steps.size(t);
@@ -197,7 +209,8 @@ void run_forward(const Direction& d, const Tensor& input, bool packed, const Ten
       over_rows(rows, n, [&](int64_t begin, int64_t end) {
         const MutableRows2d state = mutable_rows_from(d.w.hr.defined() ? other : to, begin);
         if (d.cell == Cell::lstm)
-          rnn_kernels().lstm_forward(dtype, at_row(g, begin), at_row(c, begin), nullptr, state, end - begin, n);
+          rnn_kernels().lstm_forward(dtype, at_row(g, begin), at_row(c, begin), keep ? at_row(was, begin) : nullptr,
+                                     state, end - begin, n);
         else if (d.cell == Cell::gru)
           rnn_kernels().gru_forward(dtype, at_row(g, begin), at_row(other, begin), rows_from(h, begin), state,
                                     end - begin, n);
@@ -209,16 +222,21 @@ void run_forward(const Direction& d, const Tensor& input, bool packed, const Ten
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, at::IntArrayRef batch_sizes,
-                                                       const Tensor& hx, const OptTensor& cx, at::TensorList weights,
-                                                       int64_t cell, bool biases, bool bidirectional) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, at::IntArrayRef batch_sizes,
+                                                               const Tensor& hx, const OptTensor& cx,
+                                                               at::TensorList weights, int64_t cell, bool biases,
+                                                               bool bidirectional) {
   at::AutoDispatchBelowADInplaceOrView below;
   const Steps steps = steps_of(input, batch_sizes);
   auto sizes = input.sizes().vec();
   sizes.back() = hx.size(0) * hx.size(2);
   const Tensor out = at::empty(sizes, input.options()), hn = at::empty(hx.sizes(), hx.options());
-  const auto directions = directions_of(static_cast<Cell>(cell), steps, hx, cx, weights, biases, bidirectional, out);
-  Tensor cn = at::empty({0}, input.options()), borders = at::empty({0}, input.options());
+  const auto directions =
+      directions_of(static_cast<Cell>(cell), steps, !batch_sizes.empty(), hx, cx, weights, biases, bidirectional, out);
+  Tensor cn = at::empty({0}, input.options()), borders = at::empty({0}, input.options()),
+         gates = at::empty({0}, input.options());
+  const bool keep = keeps_gates(directions[0], !batch_sizes.empty());
+  if (keep) gates = at::empty({hx.size(0), steps.begin.back(), directions[0].w.hh.size(0)}, input.options());
   if (cx) {
     const auto options = cx->options().dtype(state_type(cx->scalar_type()));
     const auto chunks = static_cast<int64_t>(directions[0].chunks().size());
@@ -227,10 +245,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, at::
   }
   for (size_t i = 0; i < directions.size(); ++i) {
     const auto at = static_cast<int64_t>(i);
-    run_forward(directions[i], input, !batch_sizes.empty(), cx ? cn[at] : Tensor(), cx ? borders[at] : Tensor());
+    run_forward(directions[i], input, !batch_sizes.empty(), cx ? cn[at] : Tensor(), cx ? borders[at] : Tensor(),
+                keep ? gates[at] : Tensor());
     last_states(directions[i], hn[at]);
   }
-  return {out, hn, cn.to(input.scalar_type()), borders};
+  return {out, hn, cn.to(input.scalar_type()), borders, gates};
 }
 
 // A gradient of a weight, summed up over chunks, in the type that is computed in.
@@ -271,7 +290,8 @@ struct Gradients {
   bool packed;
 };
 
-void run_backward(const Direction& d, const Tensor& input, const Tensor& borders, const Gradients& grad, Sums& sums) {
+void run_backward(const Direction& d, const Tensor& input, const Tensor& borders, const Tensor& gates,
+                  const Gradients& grad, Sums& sums) {
   const int64_t n = d.n(), batch = d.steps.size(0), width = d.w.hh.size(0), columns = d.hx.size(1);
   const Dtype dtype = cpu_dtype(input.scalar_type());
   const bool lstm = d.cell == Cell::lstm, gru = d.cell == Cell::gru, projects = d.w.hr.defined();
@@ -293,7 +313,10 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
     const auto place = [&](int64_t t) { return d.steps.begin[t] - chunk.low; };
     // The gates of all steps.
     Tensor g = head(buffer, chunk.rows), gh = gru ? head(other, chunk.rows) : Tensor();
-    if (lstm || gru) d.input_part(buffer, x);
+    if (gates.defined())
+      g.copy_(gates.narrow(0, chunk.low, chunk.rows));
+    else if (lstm || gru)
+      d.input_part(buffer, x);
     if (gru) {
       d.hidden_part(other, h);
       over_rows(chunk.rows, n, [&](int64_t begin, int64_t end) {
@@ -302,13 +325,16 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
       });
     }
     if (lstm) {
-      g.addmm_(h, d.hh_t);
+      if (!gates.defined()) g.addmm_(h, d.hh_t);
       c.copy_(borders[static_cast<int64_t>(i)]);
       for (int64_t k = chunk.first; k < chunk.last; ++k) {
         const int64_t first = place(d.at(k));
         over_rows(d.steps.size(d.at(k)), n, [&](int64_t begin, int64_t end) {
-          rnn_kernels().lstm_forward(dtype, at_row(g, first + begin), at_row(c, begin), at_row(c_before, first + begin),
-                                     mutable_rows_from(raw, first + begin), end - begin, n);
+          void *of = at_row(g, first + begin), *state = at_row(c, begin), *was = at_row(c_before, first + begin);
+          if (gates.defined())
+            rnn_kernels().lstm_cell(dtype, of, state, was, end - begin, n);
+          else
+            rnn_kernels().lstm_forward(dtype, of, state, was, mutable_rows_from(raw, first + begin), end - begin, n);
         });
       }
     }
@@ -365,10 +391,11 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
 std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_cpu(
     const OptTensor& grad_out, const OptTensor& grad_hn, const OptTensor& grad_cn, const Tensor& input,
     at::IntArrayRef batch_sizes, const Tensor& hx, const OptTensor& cx, at::TensorList weights, const Tensor& out,
-    const Tensor& borders, int64_t cell, bool biases, bool bidirectional, int64_t want) {
+    const Tensor& borders, const Tensor& gates, int64_t cell, bool biases, bool bidirectional, int64_t want) {
   at::AutoDispatchBelowADInplaceOrView below;
   const Steps steps = steps_of(input, batch_sizes);
-  const auto directions = directions_of(static_cast<Cell>(cell), steps, hx, cx, weights, biases, bidirectional, out);
+  const auto directions =
+      directions_of(static_cast<Cell>(cell), steps, !batch_sizes.empty(), hx, cx, weights, biases, bidirectional, out);
   const Tensor dx = want & 1 ? at::empty(input.sizes(), input.options()) : Tensor();
   const Tensor dh = grad_hn ? grad_hn->clone(at::MemoryFormat::Contiguous) : at::zeros(hx.sizes(), hx.options());
   Tensor dc;
@@ -394,7 +421,7 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_cpu(
                          dx.defined() ? dx.view({-1, dx.size(-1)}) : Tensor(),
                          i > 0,
                          !batch_sizes.empty()};
-    run_backward(d, input, cx ? borders[at] : Tensor(), grad, sums);
+    run_backward(d, input, cx ? borders[at] : Tensor(), gates.numel() > 0 ? gates[at] : Tensor(), grad, sums);
     for (const auto& [sum, w] : all) dw.push_back(sum->result(w));
   }
   return {dx, want & 2 ? dh : Tensor(), want & 4 ? dc.to(input.scalar_type()) : Tensor(), std::move(dw)};

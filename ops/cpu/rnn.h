@@ -21,6 +21,8 @@ struct RnnKernels {
   // gates [rows, 4 n]: pre-activations; with `before` they become activations, and `before` [rows, n] what c was.
   // c [rows, n] is updated. h: o tanh(c).
   void (*lstm_forward)(Dtype dtype, void* gates, void* c, void* before, MutableRows2d h, int64_t rows, int64_t n);
+  // The cell alone, of gates that are activations: before becomes what c was, and c is updated.
+  void (*lstm_cell)(Dtype dtype, const void* gates, void* c, void* before, int64_t rows, int64_t n);
   // gates: activations, which become gradients. c_before: the cell's state before the step. dh: the sum of both. dc
   // [rows, n] is updated.
   void (*lstm_backward)(Dtype dtype, void* gates, const void* c_before, Rows2d dh1, Rows2d dh2, void* dc, int64_t rows,

