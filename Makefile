@@ -19,6 +19,8 @@ OLDEST := $(shell grep -m1 -o '^[0-9]*\.[0-9]*' python/torch-versions.txt)
 # Relative paths in ccache's keys: the wheel's build finds what build/ has compiled.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
+# ... and by one compiler's name, which is in the keys too: pip's build would take Python's.
+export CXX
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
 .PHONY: build build-other demo test test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy

@@ -13,6 +13,7 @@
 #include <exception>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <new>
 
 #include "cli/cli.h"
@@ -238,6 +239,20 @@ int run(int argc, char** argv) {
   return code;
 }
 
+// The sentence, with the option that helps as it is spelled here.
+std::string with_advice(const Error& e) {
+  static const std::map<std::string, const char*> advice = {
+      {"ops", "name the library that defines it with --ops LIB.so"},
+      {"force", "use --force to replace it"},
+      {"estimate", "leave --estimate out"},
+  };
+  std::string text = e.what();
+  const auto known = advice.find(e.option);
+  if (known == advice.end()) return with_stop(text);
+  while (text.ends_with('.')) text.pop_back();
+  return text + "; " + known->second + ".";
+}
+
 bool out_of_memory(const std::exception& e) {
   return dynamic_cast<const std::bad_alloc*>(&e) || dynamic_cast<const c10::OutOfMemoryError*>(&e) ||
          std::string_view(e.what()).find("can't allocate memory") != std::string_view::npos;
@@ -254,7 +269,7 @@ int main(int argc, char** argv) {
     cli::print("");  // what is still in the buffer
     return code;
   } catch (const Error& e) {
-    std::cerr << "tsmem: " << cli::with_stop(e.what()) << "\n";
+    std::cerr << "tsmem: " << cli::with_advice(e) << "\n";
     return cli::exit_code(e.kind);
   } catch (const std::exception& e) {
     if (cli::out_of_memory(e)) {

@@ -9,6 +9,7 @@
 #include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
+#include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/profile.h"
 #include "rewriter/model_file.h"
 
@@ -53,7 +54,7 @@ void print_tree(const Profile& p, const Profile* other, const Options& o) {
   auto theirs = other ? totals(*other) : std::map<std::string, ModuleMemory>();
   std::vector<std::vector<std::string>> rows;
   if (other)
-    rows.push_back({"module", "type", "saved", "other", "ratio", "backward", "other", "time", "other"});
+    rows.push_back({"module", "type", "saved", "saved vs", "ratio", "backward", "backward vs", "time", "time vs"});
   else
     rows.push_back({"module", "type", "saved", "share", "forward", "backward", "time"});
   const auto time = [](const ModuleMemory& m) { return seconds_text(m.forward_seconds + m.backward_seconds); };
@@ -92,7 +93,7 @@ void print_ops(const Profile& p, const Profile* other) {
   if (other)
     for (auto& op : other->ops) theirs[op.op] = op;
   std::vector<std::vector<std::string>> rows = {{"saved by", "bytes", "tensors"}};
-  if (other) rows[0].insert(rows[0].end(), {"other", "tensors"});
+  if (other) rows[0].insert(rows[0].end(), {"bytes vs", "tensors vs"});
   auto add = [&](const std::string& name, const OpMemory* a, const OpMemory* b) {
     rows.push_back({name.empty() ? "(no operator)" : name, a ? bytes_text(a->saved_bytes) : "-",
                     a ? std::to_string(a->count) : "-"});
@@ -114,7 +115,7 @@ void print_ops(const Profile& p, const Profile* other) {
 
 void print_totals(const Profile& p, const Profile* other, bool color) {
   std::vector<std::vector<std::string>> rows = {{"", other ? "model" : ""}};
-  if (other) rows[0].insert(rows[0].end(), {"other", "ratio"});
+  if (other) rows[0].insert(rows[0].end(), {"vs", "ratio"});
   auto bytes = [&](const char* name, int64_t Profile::*field) {
     rows.push_back({name, bytes_text(p.*field)});
     if (other)
@@ -140,6 +141,14 @@ void print_totals(const Profile& p, const Profile* other, bool color) {
   auto at = text.find("saved for backward");
   auto end = text.find('\n', at);
   print(text.substr(0, at) + paint(text.substr(at, end - at), Color::bold, color) + text.substr(end) + "\n");
+}
+
+// How one model's time compares, with how far that is to be trusted.
+void print_ratio(const std::string& other, const TimeRatio& ratio) {
+  print(fmt::format(
+      "A step of {} takes {:.2f} of the time; the middle half of {} pairs of steps, run in turns, is {:.2f} "
+      "to {:.2f}.\n",
+      other, ratio.median, ratio.pairs, ratio.low, ratio.high));
 }
 
 void print_peak(const std::string& path, const Profile& p) {
@@ -178,10 +187,7 @@ void write_files(const std::vector<TitledProfile>& profiles, const Options& o) {
   save_text(o.plot.ends_with(".png") ? png_of(picture) : picture, o.plot);
 }
 
-Profile measure(const std::string& path, const Options& o, const Common& common) {
-  auto file = load_model(path, o.run.device);
-  auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
-  Progress progress(common);
+ProfileOptions profile_options(const Options& o, const Common& common) {
   ProfileOptions options;
   options.method = o.run.method;
   options.device = o.run.device;
@@ -190,20 +196,46 @@ Profile measure(const std::string& path, const Options& o, const Common& common)
   options.seed = common.seed;
   options.steps = o.steps;
   options.warmup = o.warmup;
+  return options;
+}
+
+// Of a model in a file, which an error is about.
+Profile measure(const std::string& path, torch::jit::Module& module, const std::vector<c10::IValue>& inputs,
+                ProfileOptions options, const Progress& progress) {
   options.progress = [&](const std::string& text) { progress(path + ": " + text); };
-  return profile(file.module, inputs, options);
+  try {
+    return profile(module, inputs, options);
+  } catch (const Error& e) {
+    throw Error(e.kind, "'" + path + "': " + e.what(), e.option);
+  }
 }
 
 int run(const Options& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
-  auto p = measure(o.model, o, common);
+  auto file = load_model(o.model, o.run.device);
+  const auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
+  const Progress progress(common);
+  ProfileOptions options = profile_options(o, common);
+  options.timing = o.other.empty();
+  auto p = measure(o.model, file.module, inputs, options, progress);
   std::unique_ptr<Profile> other;
-  if (!o.other.empty()) other = std::make_unique<Profile>(measure(o.other, o, common));
+  TimeRatio ratio;
+  if (!o.other.empty()) {
+    auto other_file = load_model(o.other, o.run.device);
+    other = std::make_unique<Profile>(measure(o.other, other_file.module, inputs, options, progress));
+    options.progress = [&](const std::string& text) { progress(text); };
+    const KeepFreedMemory keep;
+    ratio = time_in_turns(file.module, p, other_file.module, *other, inputs, options);
+  }
+  progress.clear();
   if (!o.run.json.empty()) {
     auto json = to_json(p);
-    if (other) json["vs"] = to_json(*other);
+    if (other) {
+      json["vs"] = to_json(*other);
+      json["vs"]["step_ratio"] = {ratio.low, ratio.median, ratio.high};
+    }
     write_json(json, o.run.json, {o.model, o.other});
   }
   std::vector<TitledProfile> profiles{{o.model, &p}};
@@ -216,6 +248,7 @@ int run(const Options& o, const Common& common) {
   print_totals(p, other.get(), color);
   if (!p.has_backward)
     print("No output needs a gradient, so there was no backward; --input-grad asks for the inputs' gradients.\n\n");
+  if (other) print_ratio(o.other, ratio);
   for (auto& titled : profiles) print_peak(titled.title, *titled.profile);
   print("\n");
   print_tree(p, other.get(), o);
@@ -235,7 +268,8 @@ Run add_profile(CLI::App& app, const Common& common) {
   app.add_option("--depth", o->depth, "Fold modules deeper than this (default 2; -1: show all)")
       ->type_name("N")
       ->check(whole_number(-1, 1000));
-  app.add_option("--steps", o->steps, "Timed steps, after the warm-up (default 5)")
+  app.add_option("--steps", o->steps,
+                 "Timed steps, after the warm-up; with --vs in turns with the other model's (default 5)")
       ->type_name("N")
       ->check(whole_number(5, 100000));
   app.add_option("--warmup", o->warmup, "Steps before the one that is recorded (default 3)")

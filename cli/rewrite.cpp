@@ -1,4 +1,5 @@
 // tsmem rewrite: its options, and what it prints.
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -7,11 +8,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <sstream>
 
 #include "cli/cli.h"
 #include "cli/planning.h"
 #include "cli/run_options.h"
+#include "cli/saved.h"
 #include "patterns/pattern.h"
 #include "rewriter/error.h"
 #include "rewriter/inputs.h"
@@ -29,7 +32,7 @@ using nlohmann::json;
 struct Options {
   std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
   std::vector<std::string> inputs, patterns;
-  int optimizer_states = 0;
+  int optimizer_states = 0, threads = 0;
   PlanLimits limits;
   RewriteOptions rewrite;
   bool undo = false, explain = false, dry_run = false, force = false, no_verify = false, thorough = false;
@@ -160,6 +163,13 @@ void print_not_checkpointed(const RewriteReport& report) {
     if (r.pattern == "checkpoint") print(fmt::format("--checkpoint {}: {}\n", r.module, r.reason));
 }
 
+// The modules that --module named and that stay as they are, as their class has other instances.
+void print_shared_classes(const RewriteReport& report) {
+  std::set<std::string> said;
+  for (auto& r : report.refused)
+    if (r.shared_class && said.insert(r.reason).second) print("--module: " + r.reason + "\n");
+}
+
 // How the output differs from the input, in a word or two for the last line.
 std::string written_text(const Options& o, const RewriteReport& report, bool rewritten_before) {
   if (!report.matches.empty() || !report.regions.empty() || !o.rewrite.amp.empty()) return "Written";
@@ -198,7 +208,7 @@ bool check_written(const Options& o, const Common& common, Session& session, con
                result.verdict);
     return false;
   }
-  if (!common.quiet && o.json_file != "-") print("Verified: " + result.verdict + "\n" + compared_text(result) + "\n");
+  if (!common.quiet && o.json_file != "-") print("Verified: " + result.verdict + "\n" + compared_line(result) + "\n");
   return true;
 }
 
@@ -229,6 +239,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   settle_level(o, app);
   check_files(o);
   require_device(o.device);
+  if (o.threads > 0) at::set_num_threads(o.threads);
   o.rewrite.patterns = read_patterns(o.patterns);
   Session session(o.model);
   const bool rewritten_before = is_rewritten(session.module());
@@ -244,6 +255,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.limits.estimate) check_inputs(session.module(), method, inputs);  // before the work, not after it
   }
 
+  o.rewrite.level = o.level == "ops" ? Level::ops : o.level == "plan" ? Level::plan : Level::regions;
   RewriteReport report;
   std::optional<ChosenPlan> plan;
   if (o.undo) {
@@ -259,12 +271,16 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     report = std::move(planned.report);
     plan = std::move(planned.plan);
   } else {
-    o.rewrite.level = o.level == "ops" ? Level::ops : Level::regions;
     report = session.rewrite(o.rewrite, o.dry_run);
   }
   if (!o.dry_run) {
     session.write(o.output, o.force);
     if (!check_written(o, common, session, inputs)) return kDifferent;
+    if (!o.undo && !inputs.empty()) {
+      const Progress progress(common);
+      progress("measuring what is kept for backward");
+      session.measure_saved(report, inputs, o.limits.estimate ? "meta" : o.device);
+    }
     session.commit();
   }
 
@@ -284,7 +300,11 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
     if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
       print("No pattern matches this model, so there is nothing to rewrite.\n");
   }
-  if (!common.quiet && !json_on_stdout) print_not_checkpointed(report);
+  if (!common.quiet && !json_on_stdout) {
+    print_not_checkpointed(report);
+    print_shared_classes(report);
+    if (!o.undo) print(saved_text(report.saved, o.rewrite.level, o.explain || common.verbose));
+  }
   if (o.explain && !json_on_stdout) {
     if (!common.quiet) print("\n");
     print_refusals(report, use_color(common));
@@ -331,7 +351,11 @@ Run add_rewrite(CLI::App& app, const Common& common) {
       ->check(CLI::IsMember({"bf16", "f16"}));
   app.add_option("--method", o->rewrite.method, "Rewrite this method and what it calls (default: every method)")
       ->type_name("NAME");
-  app.add_option("--device", o->device, "Where to verify: cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--device", o->device, "Where to run what is verified or planned: cpu (default), cuda or cuda:N")
+      ->type_name("DEVICE");
+  app.add_option("--threads", o->threads, "CPU threads of what runs (default: PyTorch's choice)")
+      ->type_name("N")
+      ->check(whole_number(1, kMostThreads));
   app.add_flag("--restore", o->undo, "Undo a rewrite; the weights stay as they are");
   app.add_flag("--explain", o->explain, "Print what almost matched, and why not");
   app.add_flag("--dry-run", o->dry_run, "Write nothing");

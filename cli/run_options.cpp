@@ -29,6 +29,12 @@ std::string seconds_text(double seconds) {
   return fmt::format("{:.0f} us", seconds * 1e6);
 }
 
+std::string compared_line(const VerifyResult& r) {
+  std::string text = compared_text(r);
+  if (!text.empty() && !r.thorough) text += " --thorough asks for that.";
+  return text;
+}
+
 std::string ratio_text(double b, double a) { return a > 0 ? fmt::format("{:.2f}", b / a) : "-"; }
 
 }  // namespace tsmem::cli

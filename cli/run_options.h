@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/cli.h"
+#include "tsmem/verify.h"
 
 namespace tsmem::cli {
 
@@ -63,7 +64,10 @@ struct RunOptions {
 // Cells of a column padded on the left, so that numbers with units line up; the first row is the heading.
 void align_right(std::vector<std::vector<std::string>>& rows, size_t column);
 
-std::string seconds_text(double seconds);    // "12.3 ms"
+std::string seconds_text(double seconds);  // "12.3 ms"
+// What was compared, and the option that compares more; "" where nothing was.
+std::string compared_line(const VerifyResult& r);
+
 std::string ratio_text(double b, double a);  // "0.53", or "-" where there is nothing to divide by
 
 }  // namespace tsmem::cli

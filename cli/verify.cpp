@@ -39,7 +39,37 @@ void print_calls(const VerifyResult& r) {
                     error_text(c.buffer_error), error_text(c.f64_error)});
   }
   for (size_t c = 1; c < rows[0].size(); ++c) align_right(rows, c);
-  if (rows.size() > 1) print("\nRelative errors of the second model against the first\n" + table(rows));
+  if (rows.size() == 1) return;
+  print("\nRelative errors of the second model against the first\n" + table(rows));
+  print(
+      "outputs, gradients, buffers: in the models' own dtype, the worst tensor. float64: the worst of the three where "
+      "both run in float64.\n");
+}
+
+// A difference that looks large and is none: float32 is as far off by itself.
+void print_rounding(const VerifyResult& r) {
+  constexpr double kLooksLarge = 1e-3;
+  struct Kind {
+    const char* name;
+    double CallResult::*error;
+    double (CallResult::*reference)[2];
+  };
+  static constexpr Kind kinds[] = {{"outputs", &CallResult::output_error, &CallResult::reference_output},
+                                   {"gradients", &CallResult::gradient_error, &CallResult::reference_gradient},
+                                   {"buffers", &CallResult::buffer_error, &CallResult::reference_buffer}};
+  for (const Kind& kind : kinds) {
+    const CallResult* worst = nullptr;
+    for (const CallResult& c : r.calls)
+      if (c.*kind.error > kLooksLarge && std::isfinite((c.*kind.reference)[0]) &&
+          (!worst || c.*kind.error > worst->*kind.error))
+        worst = &c;
+    if (!worst) continue;
+    print(fmt::format(
+        "\nThe {} differ by {} and the models are equal all the same: that is rounding. Against float64 the "
+        "first model's are off by {}, the second's by {}; both in float64 differ by {}.\n",
+        kind.name, error_text(worst->*kind.error), error_text((worst->*kind.reference)[0]),
+        error_text((worst->*kind.reference)[1]), error_text(worst->f64_error)));
+  }
 }
 
 void print_figures(const VerifyResult& r) {
@@ -90,8 +120,9 @@ int run(const Options& o, const Common& common) {
     if (shown < r.differences.size()) print(fmt::format("  and {} more; -v shows all\n", r.differences.size() - shown));
   }
   if (!common.quiet) {
-    if (const auto compared = compared_text(r); !compared.empty()) print("\n" + compared + "\n");
+    if (const auto compared = compared_line(r); !compared.empty()) print("\n" + compared + "\n");
     print_calls(r);
+    if (r.equal) print_rounding(r);
     print_figures(r);
     for (auto& note : r.notes) print("\n" + note + "\n");
   }

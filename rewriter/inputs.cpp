@@ -34,7 +34,7 @@ const std::vector<std::pair<std::string, at::ScalarType>>& dtypes() {
   throw Error(
       ErrorKind::request,
       fmt::format(
-          "--input {} can't be read: {}; an input looks like 8x3x224x224, 4x128:i64[0,30522), 8x3x224x224:bf16, "
+          "The input {} can't be read: {}; an input looks like 8x3x224x224, 4x128:i64[0,30522), 8x3x224x224:bf16, "
           "3:int, 0.5:float, true:bool or @file.pt.",
           spec.empty() ? "''" : spec, why));
 }
@@ -325,8 +325,8 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
       out.assign(value.toListRef().begin(), value.toListRef().end());
     else
       throw Error(ErrorKind::input,
-                  fmt::format("The input file {} holds {}, and --inputs wants a tuple of all arguments; use "
-                              "--input @{} for a single one.",
+                  fmt::format("The input file {} holds {}, and not a tuple of all arguments; a single "
+                              "one is given as @{}.",
                               path, value_name(value), path));
     for (auto& v : out) v = to_device(v, target);
     return out;
@@ -359,7 +359,7 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
       if (bytes > std::ldexp(1.0, 60)) throw std::bad_alloc();
       out.push_back(to_device(draw(s, generator, target.is_meta()), target));
     } catch (const std::exception&) {
-      throw Error(ErrorKind::input, fmt::format("--input {} takes {:.1f} GiB, more memory than there is.", full,
+      throw Error(ErrorKind::input, fmt::format("The input {} takes {:.1f} GiB, more memory than there is.", full,
                                                 bytes / std::ldexp(1.0, 30)));
     }
   }
@@ -390,7 +390,7 @@ std::vector<IValue> check_inputs(const torch::jit::Module& module, const std::st
                   arguments.empty() ? std::string() : fmt::format(" ({})", list));
   if (inputs.size() < needed || inputs.size() > arguments.size())
     throw Error(ErrorKind::input,
-                fmt::format("{}, and {} given; give one --input for each.", takes,
+                fmt::format("{}, and {} given; give one input for each.", takes,
                             inputs.empty() ? "none was"
                                            : plural(inputs.size(), "input") + (inputs.size() == 1 ? " was" : " were")));
   std::vector<IValue> out;
@@ -410,18 +410,19 @@ void require_device(const std::string& device) {
   } catch (const std::exception&) {
   }
   if (!d || (!d->is_cpu() && !d->is_cuda()))
-    throw Error(ErrorKind::request, fmt::format("--device {} is not known; use cpu or cuda.", device));
+    throw Error(ErrorKind::request, fmt::format("The device {} is not known; use cpu or cuda.", device));
   if (d->is_cpu()) return;
   // The tool links LibTorch's CPU part alone, so that it starts without CUDA; its CUDA part registers itself when
   // loaded. Before anybody asks LibTorch about CUDA: it looks for that part once, and remembers.
   dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
   auto count = at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (count == 0)
-    throw Error(ErrorKind::request,
-                fmt::format("--device {}: LibTorch finds no CUDA device on this machine; use --device cpu.", device));
+    throw Error(
+        ErrorKind::request,
+        fmt::format("The device {} can't be used: LibTorch finds no CUDA device on this machine; use cpu.", device));
   if (d->has_index() && d->index() >= count)
-    throw Error(ErrorKind::request,
-                fmt::format("--device {}: this machine has {}, counted from 0.", device, plural(count, "CUDA device")));
+    throw Error(ErrorKind::request, fmt::format("The device {} can't be used: this machine has {}, counted from 0.",
+                                                device, plural(count, "CUDA device")));
   at::globalContext().lazyInitDevice(c10::kCUDA);
 }
 

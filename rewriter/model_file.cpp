@@ -63,13 +63,9 @@ Error load_error(const std::string& path, const std::exception& e) {
     return Error(ErrorKind::input, "'" + path + "' needs the operator " + op +
                                        ", which tsmem " TSMEM_VERSION
                                        " does not have; use the version of tsmem that wrote it, or a later one.");
-  if (!op.empty())
-    return Error(ErrorKind::input, "'" + path + "' uses the custom operator " + op +
-                                       "; name the library that defines it with --ops LIB.so.");
+  if (!op.empty()) return Error(ErrorKind::input, "'" + path + "' uses the custom operator " + op + ".", "ops");
   auto type = between(text, "__torch__.torch.classes.", " '\"\n:(),");
-  if (!type.empty())
-    return Error(ErrorKind::input, "'" + path + "' uses the custom class " + type +
-                                       "; name the library that defines it with --ops LIB.so.");
+  if (!type.empty()) return Error(ErrorKind::input, "'" + path + "' uses the custom class " + type + ".", "ops");
   auto why = sentence(e);
   while (why.ends_with('.')) why.pop_back();
   return Error(ErrorKind::input, "PyTorch can't load '" + path + "': " + why + ".");
@@ -202,7 +198,7 @@ class NewFile {
   const std::string& name() const { return name_; }
   uint64_t written() const { return written_; }
   static Error exists(const std::string& path) {
-    return Error(ErrorKind::request, "'" + path + "' exists already; use --force to replace it.");
+    return Error(ErrorKind::request, "'" + path + "' exists already.", "force");
   }
 
  private:

@@ -20,8 +20,8 @@ struct ModelFile {
 // Loads a TorchScript file or an archive of torch.export, told apart by what is in it. `device` may be "meta":
 // structure without weights.
 // Throws Error(ErrorKind::input) with one sentence for: no such file, a directory, not a zip, a truncated zip, a
-// state_dict or pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, asks
-// for --ops), an archive that can't be trained.
+// state_dict or pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, and
+// the option ops), an archive that can't be trained.
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
 
 // A model, written in the format that it was read in to a temporary file beside `path`, synced and its directory read

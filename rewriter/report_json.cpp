@@ -47,7 +47,21 @@ json to_json(const RewriteReport& report) {
     refused.push_back({{"pattern", r.pattern}, {"module", r.module}, {"reason", r.reason}});
   for (const Region& r : report.regions)
     regions.push_back({{"module", r.module}, {"method", r.method}, {"kept", r.kept}, {"recomputed", r.recomputed}});
-  return {{"matches", matches_json(report)}, {"refused", refused}, {"regions", regions}};
+  json all = {{"matches", matches_json(report)}, {"refused", refused}, {"regions", regions}};
+  all.update(to_json(report.saved));
+  return all;
+}
+
+json to_json(const Saved& saved) {
+  json stays = json::array();
+  const auto number = [](const std::optional<int64_t>& n) { return n ? json(*n) : json(); };
+  for (const Stay& s : saved.stays)
+    stays.push_back(
+        {{"op", s.op}, {"module", s.module}, {"bytes", number(s.bytes)}, {"tensors", s.tensors}, {"reason", s.reason}});
+  return {{"stays", stays},
+          {"saved",
+           {{"bytes", {number(saved.original_bytes), number(saved.bytes)}},
+            {"tensors", {saved.original_tensors, saved.tensors}}}}};
 }
 
 json to_json(const ChosenPlan& plan) {

@@ -7,7 +7,8 @@
 
 namespace tsmem {
 
-nlohmann::json to_json(const RewriteReport& report);  // matches, refused, regions
+nlohmann::json to_json(const RewriteReport& report);  // matches, refused, regions, and what follows
+nlohmann::json to_json(const Saved& saved);           // stays, saved
 nlohmann::json to_json(const ChosenPlan& plan);
 nlohmann::json to_json(const PlanFront& front);
 

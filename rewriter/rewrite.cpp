@@ -17,6 +17,7 @@
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/pattern_lines.h"
+#include "rewriter/stays/stays.h"
 #include "rewriter/text.h"
 #include "rewriter/unused_norms.h"
 
@@ -124,13 +125,13 @@ struct Result {
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
   std::unordered_set<const Scope*> around_unused;                // calls and branches around norms that nothing uses
-  std::unordered_set<const Scope*> used;                         // with --checkpoint: used_calls()
-  std::map<const Scope*, std::string> overwritten;               // with --checkpoint: overwritten_arguments()
+  std::unordered_set<const Scope*> used;                         // where modules run again: used_calls()
+  std::map<const Scope*, std::string> overwritten;               // where modules run again: overwritten_arguments()
   std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
   std::unordered_set<const Scope*> inlined;                      // around these calls
   std::vector<Found> allowed;                                    // of the matches, what is not left out
   std::vector<Found> found;                                      // of these, what is applied in this method
-  std::vector<std::pair<std::string, std::string>> refused;      // pattern, reason
+  std::vector<Refusal> refused;                                  // without the module
   std::shared_ptr<Graph> body;                                   // rewritten; null where nothing was found
   std::optional<View> body_view;                                 // of the same graph
   std::vector<std::pair<std::string, std::string>> checkpoints;  // (module, method) of the calls in it that run again
@@ -139,6 +140,7 @@ struct Result {
 struct LeftOut {
   bool is;
   std::string reason;  // empty: the user has said so
+  bool shared_class = false;
 };
 
 // What was asked for, looked up in the module.
@@ -171,8 +173,10 @@ LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& metho
   }
   if (out.empty()) return {false, ""};
   if (in.empty()) return {true, ""};
-  return {true, fmt::format("{} shares its class with {}, which is not selected: select all of them", in.front(),
-                            fmt::join(out, ", "))};
+  return {true,
+          fmt::format("{} shares its class with {}, which is not selected: select all of them", in.front(),
+                      fmt::join(out, ", ")),
+          true};
 }
 
 using Calls = std::set<std::pair<std::string, std::string>>;  // module path, method
@@ -347,7 +351,8 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
     for (const NearMiss& miss : result.matched.refused) {
       const Scope* s = miss.scope;
       while (s && !s->of_module) s = s->parent;
-      if (!s) result.refused.push_back({miss.pattern->name, miss.reason});  // else that module's own method reports it
+      if (!s)
+        result.refused.push_back({miss.pattern->name, "", miss.reason});  // else that module's own method reports it
     }
     const auto& all = result.matched.found;
     const auto own =
@@ -358,7 +363,7 @@ void assign(const Selection& selection, const Scopes& scopes, Results& results) 
       if (!left_out.is)
         result.allowed.push_back(found);
       else if (!left_out.reason.empty() && std::find(own.begin(), own.end(), &found) != own.end())
-        result.refused.push_back({found.pattern->name, left_out.reason});
+        result.refused.push_back({found.pattern->name, "", left_out.reason, left_out.shared_class});
     }
   });
 }
@@ -433,6 +438,17 @@ void checkpoint_in(const View& body, const ModuleClass& c, const Selection& sele
   });
 }
 
+// The bodies that calls run once the rewritten ones are there.
+BodyOf rewritten_bodies(const Results& results) {
+  return [&results](const Node* call) {
+    if (call->kind() == prim::CallMethod)
+      if (const auto type = call->input(0)->type()->cast<c10::ClassType>())
+        if (const auto it = results.find({type.get(), call->s(attr::name)}); it != results.end() && it->second.body)
+          return it->second.body;
+    return callee(call);
+  };
+}
+
 // Phase 4: makes the rewritten bodies, and at Level::plan the attributes that they read.
 std::vector<Site> build(const Module& module, const Selection& selection, Scopes& scopes, Results& results) {
   std::vector<Site> sites;
@@ -455,13 +471,7 @@ std::vector<Site> build(const Module& module, const Selection& selection, Scopes
     }
   }
   // What runs of a body depends on all that it calls.
-  const auto body_of = [&](const Node* call) {
-    if (call->kind() == prim::CallMethod)
-      if (const auto type = call->input(0)->type()->cast<c10::ClassType>())
-        if (const auto it = results.find({type.get(), call->s(attr::name)}); it != results.end() && it->second.body)
-          return it->second.body;
-    return callee(call);
-  };
+  const BodyOf body_of = rewritten_bodies(results);
   for_each_result(selection, results, [&](const ModuleClass&, const Function& f, Result& result) {
     if (!result.body) return;
     keep_unused_norms(*function_graph(const_cast<Function*>(&f)), *result.body_view, body_of);
@@ -563,13 +573,33 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
       report.matches.push_back(std::move(m));
     }
     if (!region.recomputed.empty()) report.regions.push_back(std::move(region));
-    for (const auto& [pattern, reason] : it->second.refused)
-      if (refused.insert({pattern, path, reason}).second) report.refused.push_back({pattern, path, reason});
+    for (Refusal r : it->second.refused) {
+      r.module = path;
+      if (refused.insert({r.pattern, path, r.reason}).second) report.refused.push_back(std::move(r));
+    }
   }
   for (Refusal& r : not_checkpointed(selection, reported, results, report, module))
     report.refused.push_back(std::move(r));
   report.bodies = std::count_if(results.begin(), results.end(), [](const auto& r) { return r.second.body != nullptr; });
   return report;
+}
+
+// What the method that was asked for, or forward, keeps for backward, before and after. Nothing where there is no such
+// method.
+Saved saved_by_graph(const Module& module, const Selection& selection, const Results& results,
+                     const std::vector<Refusal>& refused) {
+  const std::string name = selection.options.method.empty() ? "forward" : selection.options.method;
+  const GraphFunction* function = graph_function(module.type()->findMethod(name));
+  if (!function) return {};
+  const Graph& original = *function->graph();
+  const auto it = results.find({module.type().get(), name});
+  const Graph& rewritten = it != results.end() && it->second.body ? *it->second.body : original;
+  const auto kept = kept_tensors(module, rewritten, rewritten_bodies(results));
+  Saved saved;
+  saved.stays = stays_of(kept, selection.options, refused);
+  saved.tensors = static_cast<int64_t>(kept.size());
+  saved.original_tensors = static_cast<int64_t>(kept_tensors(module, original, callee).size());
+  return saved;
 }
 
 // Phase 6: puts the bodies into the module.
@@ -600,10 +630,11 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   done.sites = std::move(sites);
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
+  if (!dry_run) set_requires_grad(module, options);
+  done.saved = saved_by_graph(module, selection, results, done.refused);
   if (dry_run) return done;
   install_all(selection, results);
   if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);
-  set_requires_grad(module, options);
   return done;
 }
 

@@ -3,13 +3,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "rewriter/estimate.h"
+#include "rewriter/graph/exported_program.h"
+#include "rewriter/graph/tensor_values.h"
 #include "rewriter/in_memory.h"
 #include "rewriter/inputs.h"
 #include "rewriter/measure/freed_memory.h"
+#include "rewriter/measure/kept_bytes.h"
 #include "rewriter/memory_file.h"
 #include "rewriter/model_file.h"
 #include "rewriter/plan/fit.h"
@@ -18,6 +23,7 @@
 #include "rewriter/plan/size.h"
 #include "rewriter/report_json.h"
 #include "rewriter/rewrite.h"
+#include "rewriter/stays/stays.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -49,6 +55,14 @@ RewriteOptions options_for(const ModelFile& file, RewriteOptions options) {
   if (!options.checkpoint.empty()) refuse("checkpoint", "import it first (tsmem import), or use a budget");
   options.runs_eagerly = true;
   return options;
+}
+
+// What a measurement that nothing depends on throws is no matter.
+void measured(const std::function<void()>& measurement) {
+  try {
+    measurement();
+  } catch (const std::exception&) {
+  }
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -89,6 +103,35 @@ struct Session::Impl {
   void describe(const RewriteReport& report, const ChosenPlan* plan) {
     file.extra_files["tsmem.json"] =
         about_json(options, report, plan).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  }
+
+  void measure_saved(Module original, Module result, const std::vector<c10::IValue>& inputs, const std::string& device,
+                     RewriteReport& report) const {
+    StepOptions how;
+    how.method = options.method.empty() ? "forward" : options.method;
+    how.device = device;
+    how.input_grad = !trains(result);
+    const auto sum = [](const std::vector<KeptTensor>& kept) {
+      int64_t bytes = 0;
+      for (const KeptTensor& k : kept) bytes += k.bytes.value_or(0);
+      return bytes;
+    };
+    tsmem::restore(original);
+    take_flags(original, result, options);
+    const int64_t before = sum(kept_bytes(original, inputs, how));
+    const auto kept = kept_bytes(result, inputs, how);
+    report.saved.original_bytes = before;
+    report.saved.bytes = sum(kept);
+    report.saved.stays = stays_of(kept, options, report.refused);
+  }
+
+  // A program of torch.export says with what shapes it runs.
+  void measure_exported(RewriteReport& report) const {
+    const auto arguments = arguments_on_meta(file.exported->program.at("graph_module"));
+    if (!arguments) return;
+    const std::vector<c10::IValue> inputs(arguments->begin(), arguments->end());
+    const auto on_meta = estimate_on_meta();
+    measure_saved(again("meta"), copy_in_memory(file.module, "meta"), inputs, "meta", report);
   }
 
   // A module that has run can't be rewritten any more, and the file's stays on the device that its tensors name: so
@@ -144,7 +187,19 @@ RewriteReport Session::rewrite(const RewriteOptions& options, bool dry_run) {
   tsmem::restore(impl_->file.module);  // a rewrite starts from the originals, a dry run too
   RewriteReport report = tsmem::rewrite(impl_->file.module, impl_->options, dry_run);
   impl_->describe(report, nullptr);
+  if (impl_->file.exported && !dry_run) measured([&] { impl_->measure_exported(report); });
   return report;
+}
+
+void Session::measure_saved(RewriteReport& report, const std::vector<c10::IValue>& inputs, const std::string& device) {
+  const auto on_meta = device == "meta" ? estimate_on_meta() : nullptr;
+  measured([&] {
+    const auto& options = impl_->options;
+    Module result = impl_->result_on(device);
+    impl_->measure_saved(impl_->again(device), result,
+                         check_inputs(result, options.method.empty() ? "forward" : options.method, inputs), device,
+                         report);
+  });
 }
 
 PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IValue>& inputs,

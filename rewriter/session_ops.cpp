@@ -47,13 +47,14 @@ std::string rewrite_by(const IValue& examples, const std::string& text, const st
     std::vector<IValue> inputs;
     if (has_inputs) inputs = run.inputs(examples, request.how.estimate ? "meta" : run.device);
     if (has_inputs && !request.how.estimate) check_inputs(session.module(), run.method_or_forward(), inputs);
-    json all;
+    json predicted;
+    RewriteReport report;
     if (options.level == Level::plan) {
-      const PlannedRewrite planned = session.plan(options, inputs, request);
-      all = to_json(planned.report);
-      all["predicted"] = to_json(planned.plan);
+      PlannedRewrite planned = session.plan(options, inputs, request);
+      report = std::move(planned.report);
+      predicted = to_json(planned.plan);
     } else {
-      all = to_json(session.rewrite(options));
+      report = session.rewrite(options);
     }
     if (has_inputs && !no_verify && !request.how.estimate) {
       VerifyOptions how;
@@ -69,7 +70,10 @@ std::string rewrite_by(const IValue& examples, const std::string& text, const st
     } else if (const auto differences = session.structure_differences(); !differences.empty()) {
       throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
     }
+    if (has_inputs) session.measure_saved(report, inputs, request.how.estimate ? "meta" : run.device);
     take(session);
+    json all = to_json(report);
+    if (!predicted.is_null()) all["predicted"] = std::move(predicted);
     return all;
   });
 }

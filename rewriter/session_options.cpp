@@ -66,12 +66,23 @@ static std::string failure(const std::string& kind, const std::string& what) {
   return json{{"error", what}, {"kind", kind}}.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
+// The sentence, with the option that helps as Python spells it.
+static std::string with_advice(const Error& e) {
+  std::string text = e.what();
+  const std::string advice = e.option == "ops"        ? "load the library that defines it with torch.ops.load_library"
+                             : e.option == "estimate" ? "leave estimate out"
+                                                      : "";
+  if (advice.empty()) return text;
+  while (text.ends_with('.')) text.pop_back();
+  return text + "; " + advice + ".";
+}
+
 std::string reported(const std::function<json()>& work) {
   try {
     return work().dump(-1, ' ', false, json::error_handler_t::replace);
   } catch (const Error& e) {
     const char* kinds[] = {"request", "input", "budget"};
-    return failure(kinds[static_cast<int>(e.kind)], e.what());
+    return failure(kinds[static_cast<int>(e.kind)], with_advice(e));
   } catch (const std::bad_alloc&) {
     return failure("input", "There is not enough memory for this model and these inputs.");
   } catch (const std::exception& e) {

@@ -67,6 +67,25 @@ def test_colors(model, rewritten):
 # rewrite
 
 
+def test_instances_that_module_skips_are_said_at_once(model, tmp_path):
+    done = run("rewrite", model, "-o", tmp_path / "out.pt", "--module", "block1.**")
+    assert done.returncode == 0, done.stderr
+    assert "--module: " in done.stdout and "shares its class with" in done.stdout and "block2" in done.stdout
+    assert "shares its class" not in run("rewrite", model, "-o", tmp_path / "all.pt", "--module", "block*.**").stdout
+
+
+@pytest.mark.parametrize("budget, asks", [("40", ["40% of the original's peak", "40MiB?"]), ("500", ["500MiB?"])])
+def test_a_budget_of_a_few_bytes_is_asked_about(model, tmp_path, budget, asks):
+    fails_in = run("rewrite", model, "-o", tmp_path / "out.pt", "--budget", budget, "--input", SPEC)
+    assert fails_in.returncode == 2 and all(part in fails_in.stderr for part in asks), fails_in.stderr
+
+
+def test_rewrite_takes_threads_and_a_device(model, tmp_path):
+    assert run("rewrite", model, "-o", tmp_path / "out.pt", "--input", SPEC, "--threads", "1", "--device", "cpu").returncode == 0
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--device", "tpu", says="use cpu or cuda")
+    assert run("rewrite", model, "-o", tmp_path / "x.pt", "--threads", "0").returncode == 2
+
+
 def test_rewrite_tells_what_it_did(model, tmp_path):
     out = tmp_path / "out.pt"
     done = run("rewrite", model, "-o", out)
@@ -90,7 +109,7 @@ def test_rewrite_json(model, tmp_path):
     done = run("rewrite", model, "-o", tmp_path / "out.pt", "--json", tmp_path / "report.json")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert set(report) == {"tool", "version", "input", "output", "matches", "refused", "regions", "predicted"}
+    assert set(report) == {"tool", "version", "input", "output", "matches", "refused", "regions", "stays", "saved", "predicted"}
     assert report["tool"] == "tsmem" and report["predicted"] is None
     assert report["input"] == str(model) and report["output"] == str(tmp_path / "out.pt")
     assert report["matches"]

@@ -97,6 +97,33 @@ def models(tmp_path_factory):
 SHAPE = ("--input", "2x3x8x8")
 
 
+def test_fused_operators_count_for_the_modules_whose_parameters_they_read(models, tmp_path):
+    out = tmp_path / "fused.pt"
+    tsmem("rewrite", models / "net.pt", "-o", out)
+    rows = {m["path"]: m for m in json.loads(tsmem("profile", out, *SHAPE, "--json", "-").stdout)["modules"]}
+    for norm in ("blocks.0.norm", "blocks.1.norm", "others.0.norm"):
+        assert rows[norm]["forward_bytes"] > 0 and rows[norm]["forward_seconds"] > 0, rows[norm]
+
+
+def test_profile_vs_times_in_turns_and_says_how_far_to_trust_it(models, tmp_path):
+    out = tsmem("profile", models / "net.pt", "--vs", models / "same.pt", *SHAPE, "--json", tmp_path / "p.json").stdout
+    low, ratio, high = json.loads((tmp_path / "p.json").read_text())["vs"]["step_ratio"]
+    assert 0 < low <= ratio <= high
+    assert re.search(r"same.pt takes \d+\.\d\d of the time; the middle half of 5 pairs", out), out
+    header = next(line for line in out.splitlines() if line.startswith("module "))
+    columns = re.split(r"  +", header.strip())
+    assert len(set(columns)) == len(columns), header
+
+
+def test_profile_vs_names_the_file_that_fails(models):
+    assert "net.pt" in tsmem("profile", models / "net.pt", "--input", "2x5x8x8", code=3).stderr
+
+
+def test_verify_explains_its_columns(models):
+    out = tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure").stdout
+    assert "in the models' own dtype" in out and "float64: " in out
+
+
 def test_profile_text(models):
     out = tsmem("profile", models / "net.pt", *SHAPE).stdout
     for word in ("saved for backward", "peak", "forward", "backward", "step", "(model)", "stem", "blocks", "Conv2d", "aten::conv2d"):

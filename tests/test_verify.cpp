@@ -363,7 +363,8 @@ TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
   EXPECT_EQ(compared_text(r),
             "Compared: 4 calls each in train, eval, no_grad on smaller inputs (3x3x66x64 float32) in float32 and "
             "float64; 2 calls in train on the inputs given (4x3x130x160 float32) in float32; 1 call each in eval, "
-            "no_grad on the inputs given (4x3x130x160 float32) in float32. --thorough compares everything on the "
+            "no_grad on the inputs given (4x3x130x160 float32) in float32. A thorough verification compares everything "
+            "on the "
             "inputs given.");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "tsmem/api.h"
 
@@ -12,10 +13,13 @@ namespace tsmem {
 // plan needs as little memory.
 enum class ErrorKind { request, input, budget };
 
-// what() is one sentence that says what is wrong and what to do; no stack trace.
+// what() is one sentence that says what is wrong and what to do; no stack trace. `option`: the name of the option that
+// helps ("ops", "force", "estimate"), which a front end spells as its own; "": none does.
 struct TSMEM_API Error : std::runtime_error {
-  Error(ErrorKind kind, const std::string& sentence) : std::runtime_error(sentence), kind(kind) {}
+  Error(ErrorKind kind, const std::string& sentence, std::string option = "")
+      : std::runtime_error(sentence), kind(kind), option(std::move(option)) {}
   ErrorKind kind;
+  std::string option;
 };
 
 }  // namespace tsmem

@@ -76,4 +76,16 @@ struct ProfileOptions : StepOptions {
 TSMEM_API Profile profile(torch::jit::Module& module, const std::vector<c10::IValue>& inputs,
                           const ProfileOptions& options);
 
+// Seconds of one model's steps as a ratio to another's, over pairs of steps that ran in turns: the median, and the
+// borders of the middle half.
+struct TimeRatio {
+  double median = 0, low = 0, high = 0;
+  int pairs = 0;
+};
+
+// Times steps of two modules in turns, the first of a pair changing, so that whatever else the machine does meets both.
+// Puts the medians into their profiles. The ratio is b's seconds to a's. Throws as profile() does.
+TSMEM_API TimeRatio time_in_turns(torch::jit::Module& a, Profile& profile_a, torch::jit::Module& b, Profile& profile_b,
+                                  const std::vector<c10::IValue>& inputs, const ProfileOptions& options);
+
 }  // namespace tsmem

@@ -8,6 +8,7 @@
 #include "tsmem/api.h"
 #include "tsmem/error.h"
 #include "tsmem/pattern.h"
+#include "tsmem/saved.h"
 
 namespace tsmem {
 
@@ -41,6 +42,7 @@ struct Match {
 // `pattern` is "checkpoint" for a module that was to run again in backward and does not.
 struct Refusal {
   std::string pattern, module, reason;
+  bool shared_class = false;  // the module was asked for, and others of its class were not
 };
 
 // Modules of --checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that backward
@@ -65,6 +67,7 @@ struct RewriteReport {
   std::vector<Refusal> refused;
   std::vector<Site> sites;  // at Level::plan
   size_t bodies = 0;        // methods that have other code than before
+  Saved saved;              // what `method` (or forward) keeps for backward, by its graph
 };
 
 // Rewrites every method that has a match; keeps each original as `_tsmem_original_<method>`. A rewritten module is

@@ -61,7 +61,11 @@ class TSMEM_API Session {
   // The contract of a rewritten model's state: one sentence for each difference (tsmem/verify.h) between the original
   // and what was written, or the module where nothing was. What freeze and train asked for is none.
   std::vector<std::string> structure_differences(const std::string& device = "cpu");
-  // The same, and the numbers for `inputs`.
+  // Puts measured bytes into what a rewrite or plan has reported of what is saved: of a forward pass of the original
+  // and of the result with these inputs, which may be on the meta device. The report stays as it is where the model
+  // can't run with them.
+  void measure_saved(RewriteReport& report, const std::vector<c10::IValue>& inputs, const std::string& device);
+  // structure_differences(), and the numbers for `inputs`.
   VerifyResult verify(const std::vector<c10::IValue>& inputs, const VerifyOptions& options);
 
  private:

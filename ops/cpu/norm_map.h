@@ -107,7 +107,7 @@ struct Vector {
     converted.reserve(t->numel());
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, t->scalar_type(), "batch_norm", [&] {
       const scalar_t* from = t->const_data_ptr<scalar_t>();
-      const int64_t step = t->stride(0);
+      const int64_t step = t->dim() ? t->stride(0) : 1;
       for (int64_t i = 0; i < t->numel(); ++i) converted.push_back(static_cast<A>(from[i * step]));
     });
     data = converted.data();

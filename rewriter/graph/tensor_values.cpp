@@ -184,4 +184,17 @@ void describe_tensors(json& graph) {
   for (auto it = values.begin(); it != values.end();) it = there.count(it.key()) ? std::next(it) : values.erase(it);
 }
 
+std::optional<std::vector<at::Tensor>> arguments_on_meta(const json& graph_module) {
+  const json &graph = graph_module.at("graph"), &specs = graph_module.at("signature").at("input_specs");
+  const json &inputs = graph.at("inputs"), &values = graph.at("tensor_values");
+  std::vector<at::Tensor> arguments;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!specs.at(i).contains("user_input")) continue;
+    const auto names = names_in(json::array({inputs[i]}));
+    if (names.size() != 1 || !values.contains(names[0])) return std::nullopt;
+    arguments.push_back(on_meta(values.at(names[0])));
+  }
+  return arguments;
+}
+
 }  // namespace tsmem

@@ -1,9 +1,12 @@
 // What an exported graph says of its tensors: "tensor_values".
 #pragma once
-#include <nlohmann/json_fwd.hpp>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace tsmem {
 
@@ -19,5 +22,9 @@ ExportedSize exported_size(const nlohmann::json& size);
 // drops descriptions of what is not there any more. A size that is that of an operand is written as the operand's is,
 // so that dynamic sizes stay so.
 void describe_tensors(nlohmann::json& graph);
+
+// The arguments of a program's forward as it was exported with, on the meta device: shapes and dtypes. nullopt where
+// one of them is no tensor.
+std::optional<std::vector<at::Tensor>> arguments_on_meta(const nlohmann::json& graph_module);
 
 }  // namespace tsmem

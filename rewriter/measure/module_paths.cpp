@@ -4,9 +4,12 @@
 
 #include <algorithm>
 
+#include "rewriter/modules.h"
+#include "rewriter/stays/kept_tensors.h"
+
 namespace tsmem {
 
-std::optional<ModulePlace> ModulePaths::current(const ModulePlace* from) {
+std::optional<ModulePlace> ModulePaths::current(const ModulePlace* from, const std::string& op) {
   auto names = torch::jit::currentModuleHierarchy();
   ModulePlace at = from ? *from : root_;
   if (names.empty()) return at;
@@ -18,9 +21,37 @@ std::optional<ModulePlace> ModulePaths::current(const ModulePlace* from) {
     auto open = names[i].find('('), colons = names[i].rfind("::");
     if (open == std::string::npos || colons == std::string::npos) continue;  // a free function
     auto instance = names[i].substr(0, open), method = names[i].substr(colons + 2);
-    if (instance != "SELF" && !follow(at, calls[i - 1], c10::prim::CallMethod, instance, method)) break;
+    if (instance != "SELF" && !follow(at, calls[i - 1], c10::prim::CallMethod, instance, method)) return at;
   }
+  if (!op.empty() && !calls.empty()) enter_owner(at, calls.back(), op);
   return at;
+}
+
+// The operator's node in a block, by its place in the source.
+static const torch::jit::Node* find_op(const torch::jit::Block& block, const torch::jit::StackEntry& call,
+                                       const std::string& op) {
+  for (auto* n : block.nodes()) {
+    for (auto* b : n->blocks())
+      if (const auto* found = find_op(*b, call, op)) return found;
+    if (n->sourceRange().start() == call.range.start() && n->sourceRange().end() == call.range.end() &&
+        n->kind().toQualString() == op)
+      return n;
+  }
+  return nullptr;
+}
+
+void ModulePaths::enter_owner(ModulePlace& at, const torch::jit::StackEntry& call, const std::string& op) {
+  const auto type = at.object->type();
+  auto [it, fresh] = owners_.try_emplace(Key{type.get(), call.filename, call.range.start(), call.range.end(), op, ""});
+  if (fresh) {
+    auto* caller = type->findMethod(call.filename);
+    auto* function = caller ? torch::jit::tryToGraphFunction(*caller) : nullptr;
+    const auto* node = function ? find_op(*function->graph()->block(), call, op) : nullptr;
+    if (node) it->second = module_of_parameters(node).value_or("");
+  }
+  if (it->second.empty()) return;
+  at.object = submodule(torch::jit::Module(at.object), it->second)._ivalue();
+  at.path = join_path(at.path, it->second);
 }
 
 ModulePlace ModulePaths::called(ModulePlace caller, const std::string& op) {

@@ -26,9 +26,10 @@ class ModulePaths {
  public:
   explicit ModulePaths(const torch::jit::Module& root) : root_{"", root._ivalue()} {}
 
-  // `from`: the module whose method began this call stack, where it is not the root. Nothing inside a graph that
-  // TorchScript has differentiated, whose nodes have forgotten where they come from.
-  std::optional<ModulePlace> current(const ModulePlace* from = nullptr);
+  // `from`: the module whose method began this call stack, where it is not the root. `op`: the operator that runs: one
+  // that reads the parameters and buffers of a module inside is that module's (a rewritten one stands in its caller's
+  // code). Nothing inside a graph that TorchScript has differentiated, whose nodes have forgotten where they come from.
+  std::optional<ModulePlace> current(const ModulePlace* from = nullptr, const std::string& op = "");
 
   // The module whose method the running operator (tsmem::checkpoint, tsmem::autocast), called by `caller`'s code,
   // calls.
@@ -42,9 +43,13 @@ class ModulePaths {
   const std::vector<std::string>& steps(const c10::ClassTypePtr& type, const torch::jit::StackEntry& call,
                                         c10::Symbol kind, const std::string& instance, const std::string& method);
 
+  // Goes on to the module inside whose parameters the operator reads, if there is one.
+  void enter_owner(ModulePlace& at, const torch::jit::StackEntry& call, const std::string& op);
+
   ModulePlace root_;
   std::mutex mutex_;
   std::map<Key, std::vector<std::string>> cache_;
+  std::map<Key, std::string> owners_;
 };
 
 }  // namespace tsmem

@@ -47,19 +47,52 @@ static OpModules op_modules_of_first_call(const torch::jit::Module& module, cons
   return record(first, copy, device).op_modules;
 }
 
-static void add_seconds(Profile& p, TrainingStep& step, const ProfileOptions& options,
-                        const std::function<void(const std::string&)>& say) {
+// Seconds of several steps.
+struct StepSeconds {
   std::vector<double> forward, backward, both;
-  for (int i = 0; i < std::max(options.steps, 1); ++i) {
-    say(fmt::format("timing step {} of {}", i + 1, options.steps));
-    step.run();
+  void add(const TrainingStep& step) {
     forward.push_back(step.forward_seconds);
     backward.push_back(step.backward_seconds);
     both.push_back(step.forward_seconds + step.backward_seconds);
   }
-  p.forward_seconds = median(forward);
-  p.backward_seconds = median(backward);
-  p.step_seconds = median(both);
+  void put_medians(Profile& p) const {
+    p.forward_seconds = median(forward);
+    p.backward_seconds = median(backward);
+    p.step_seconds = median(both);
+  }
+};
+
+static void add_seconds(Profile& p, TrainingStep& step, const ProfileOptions& options,
+                        const std::function<void(const std::string&)>& say) {
+  StepSeconds seconds;
+  for (int i = 0; i < std::max(options.steps, 1); ++i) {
+    say(fmt::format("timing step {} of {}", i + 1, options.steps));
+    step.run();
+    seconds.add(step);
+  }
+  seconds.put_medians(p);
+}
+
+TimeRatio time_in_turns(torch::jit::Module& a, Profile& profile_a, torch::jit::Module& b, Profile& profile_b,
+                        const std::vector<c10::IValue>& inputs, const ProfileOptions& options) {
+  TrainingStep steps[] = {{a, inputs, options}, {b, inputs, options}};
+  StepSeconds seconds[2];
+  std::vector<double> ratios;
+  // The first pair warms up: what was freed in between is allocated again.
+  for (int i = 0; i <= std::max(options.steps, 1); ++i) {
+    if (options.progress) options.progress(fmt::format("timing pair {} of {}", i, options.steps));
+    for (const int turn : {0, 1}) {
+      const int k = (i + turn) % 2;
+      steps[k].run();
+      if (i) seconds[k].add(steps[k]);
+    }
+    if (i) ratios.push_back(seconds[1].both.back() / seconds[0].both.back());
+  }
+  seconds[0].put_medians(profile_a);
+  seconds[1].put_medians(profile_b);
+  std::sort(ratios.begin(), ratios.end());
+  return {median(ratios), ratios[ratios.size() / 4], ratios[ratios.size() - 1 - ratios.size() / 4],
+          static_cast<int>(ratios.size())};
 }
 
 Profile profile(torch::jit::Module& module, const std::vector<c10::IValue>& inputs, const ProfileOptions& options) {

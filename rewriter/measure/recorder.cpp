@@ -2,7 +2,9 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -52,7 +54,10 @@ class Recorder : public AllocatorListener {
     } else if (auto it = live_.find(block); it != live_.end()) {
       index = it->second;
       // What is still alive when the step has ended was kept by something else than backward (a cache, an attribute).
-      if (seen.allocations[*index].alive_after_forward) seen.freed.push_back(*index);
+      if (seen.allocations[*index].alive_after_forward) {
+        seen.freed.push_back(*index);
+        seen.allocations[*index].kept_by = releasing_;
+      }
       live_.erase(it);
     }
     if (!backward_done_) seen.events.push_back({{seconds_since(start_), bytes, backward_, "", ""}, index});
@@ -68,6 +73,12 @@ class Recorder : public AllocatorListener {
   void backward_done() {
     std::lock_guard lock(mutex_);
     backward_done_ = true;
+  }
+
+  // This autograd node lets go of what it keeps now.
+  void releasing(int64_t sequence) {
+    std::lock_guard lock(mutex_);
+    releasing_ = sequence;
   }
 
   void enter(const at::RecordFunction& f) {
@@ -172,7 +183,7 @@ class Recorder : public AllocatorListener {
       return origin;
     }
     origin.op = inner_op();
-    auto place = frames.empty() || !frames.back().called ? paths_.current(begun_at()) : frames.back().called;
+    auto place = frames.empty() || !frames.back().called ? paths_.current(begun_at(), origin.op) : frames.back().called;
     std::lock_guard lock(mutex_);
     if (place) {
       origin.module = last_module_ = place->path;
@@ -195,6 +206,7 @@ class Recorder : public AllocatorListener {
   ModulePaths paths_;
   std::mutex mutex_;
   bool backward_ = false, backward_done_ = false;
+  int64_t releasing_ = -1;
   std::unordered_map<const void*, size_t> live_;  // block -> its allocation
   std::string last_module_;
 };
@@ -226,11 +238,29 @@ class OpObserver {
   at::CallbackHandle handle_;
 };
 
+// The nodes of the graph behind an output, the last one first.
+std::vector<torch::autograd::Node*> nodes_behind(const IValue& output) {
+  std::vector<torch::autograd::Node*> nodes, todo;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto add = [&](torch::autograd::Node* n) {
+    if (n && seen.insert(n).second) todo.push_back(n);
+  };
+  for (const auto& t : all_tensors(output)) add(t.grad_fn().get());
+  while (!todo.empty()) {
+    auto* n = todo.back();
+    todo.pop_back();
+    nodes.push_back(n);
+    for (const auto& edge : n->next_edges()) add(edge.function.get());
+  }
+  std::stable_sort(nodes.begin(), nodes.end(), [](auto* a, auto* b) { return a->sequence_nr() > b->sequence_nr(); });
+  return nodes;
+}
+
 // Lets a Recorder see one run of a TrainingStep.
 class RecordedStep : public StepObserver {
  public:
-  RecordedStep(std::shared_ptr<Recorder> recorder, const torch::jit::Module& module)
-      : recorder_(std::move(recorder)), module_(module) {}
+  RecordedStep(std::shared_ptr<Recorder> recorder, const torch::jit::Module& module, bool releases = false)
+      : recorder_(std::move(recorder)), module_(module), releases_(releases) {}
   void started() override {
     reports_.emplace(recorder_);
     ops_.emplace();
@@ -247,6 +277,12 @@ class RecordedStep : public StepObserver {
       for (auto& v : m._ivalue()->slots())
         if (!v.isObject()) add(v);
     recorder_->forward_done(exclude);
+    if (!releases_) return;
+    for (auto* node : nodes_behind(output)) {
+      recorder_->releasing(static_cast<int64_t>(node->sequence_nr()));
+      node->release_variables();
+    }
+    recorder_->releasing(-1);
   }
   void pause(bool on) override { recorder_->pause(on); }
   void backward_done() override { recorder_->backward_done(); }
@@ -260,6 +296,7 @@ class RecordedStep : public StepObserver {
  private:
   std::shared_ptr<Recorder> recorder_;
   const torch::jit::Module& module_;
+  const bool releases_;  // what the graph keeps, once forward is done
   std::optional<AllocatorReports> reports_;
   std::optional<OpObserver> ops_;
 };
@@ -274,6 +311,14 @@ Recording record(TrainingStep& step, const torch::jit::Module& module, c10::Devi
   Recording seen = std::move(recorder->seen);
   seen.has_backward = has_backward;
   return seen;
+}
+
+Recording record_forward(TrainingStep& step, const torch::jit::Module& module, c10::Device device) {
+  auto recorder = std::make_shared<Recorder>(device, module);
+  RecordedStep recorded(recorder, module, /*releases=*/true);
+  step.run_forward(recorded);
+  recorded.stop();
+  return std::move(recorder->seen);
 }
 
 }  // namespace tsmem

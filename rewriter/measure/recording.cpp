@@ -19,6 +19,11 @@ static void settle(Origin& origin, const OpModules& seen, const OpModules& known
   origin.ops.clear();
 }
 
+const Origin* maker_of(const Recording& r, int64_t node) {
+  const auto it = r.by_sequence.upper_bound(node);
+  return it == r.by_sequence.begin() ? nullptr : &std::prev(it)->second;
+}
+
 // The module of the forward op that made the node.
 static std::string backward_module(const Recording& r, int64_t node, const std::string& inner) {
   if (node < 0) return "";
@@ -28,8 +33,8 @@ static std::string backward_module(const Recording& r, int64_t node, const std::
       if (!op->op.empty() && inner.starts_with(op->op)) return op->module;
     return graph->second.back().module;
   }
-  auto it = r.by_sequence.upper_bound(node);
-  return it == r.by_sequence.begin() ? "" : std::prev(it)->second.module;
+  const Origin* maker = maker_of(r, node);
+  return maker ? maker->module : "";
 }
 
 void place(Recording& r, const OpModules& known) {

@@ -28,6 +28,7 @@ struct Recording {
     bool alive_after_forward = false;  // and not excluded from what backward keeps
     int64_t node = -1;                 // in backward: the autograd node's sequence number
     std::string inner{};               // and the op that runs in it
+    int64_t kept_by = -1;              // the node that held it last, where record_forward() let go of them in turn
   };
   struct PlacedEvent {
     Event event;
@@ -54,6 +55,9 @@ struct Recording {
 // Puts modules in the place of guesses, from a run of the same step without differentiated graphs; and gives what
 // happened in backward the modules of the forward ops that it belongs to.
 void place(Recording& recording, const OpModules& known);
+
+// The forward op that made the autograd node of a sequence number; null where none is known.
+const Recording::Origin* maker_of(const Recording& recording, int64_t node);
 
 // Moves a recording whose modules are known into a profile, whose modules are there.
 void add_to(Profile& profile, Recording recording);

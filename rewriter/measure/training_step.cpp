@@ -48,7 +48,11 @@ TrainingStep::TrainingStep(torch::jit::Module& module, const std::vector<IValue>
 
 TrainingStep::~TrainingStep() = default;
 
-bool TrainingStep::run(StepObserver& observer) {
+static Error failed(const std::string& what, const std::exception& e) {
+  return Error(ErrorKind::input, fmt::format("The model's {} fails with these inputs: {}", what, sentence(e)));
+}
+
+IValue TrainingStep::forward(StepObserver& observer) {
   auto& s = *impl_;
   // Forward may change its inputs in place, so each run gets its own.
   std::vector<IValue> inputs;
@@ -64,24 +68,26 @@ bool TrainingStep::run(StepObserver& observer) {
     std::lock_guard lock(generator.mutex());
     generator.set_current_seed(s.options.seed);
   }
-  auto named = [&](const char* phase, const std::exception& e) {
-    return Error(ErrorKind::input,
-                 fmt::format("The model's {} fails with these inputs: {}",
-                             phase == std::string("forward") ? s.options.method : phase, sentence(e)));
-  };
   synchronize(s.device);
   observer.started();
-  auto start = Clock::now();
+  const auto start = Clock::now();
   IValue output;
   try {
     output = s.method(inputs);
   } catch (const std::exception& e) {
-    throw named("forward", e);
+    throw failed(s.options.method, e);
   }
   synchronize(s.device);
   forward_seconds = seconds_since(start);
   observer.forward_done(output);
+  return output;
+}
 
+void TrainingStep::run_forward(StepObserver& observer) { forward(observer); }
+
+bool TrainingStep::run(StepObserver& observer) {
+  auto& s = *impl_;
+  const IValue output = forward(observer);
   auto floating = floating_tensors(output);
   if (floating.empty())
     throw Error(
@@ -102,11 +108,11 @@ bool TrainingStep::run(StepObserver& observer) {
       roots.push_back(floating[i]);
       gradients.push_back(s.random[i]);
     }
-  start = Clock::now();
+  const auto start = Clock::now();
   try {
     if (!roots.empty()) torch::autograd::backward(roots, gradients);
   } catch (const std::exception& e) {
-    throw named("backward", e);
+    throw failed("backward", e);
   }
   synchronize(s.device);
   backward_seconds = seconds_since(start);

@@ -37,9 +37,15 @@ class TrainingStep {
     return run(none);
   }
 
+  // Forward alone: what it keeps goes when the observer has been told that it is done. Throws as run() does where the
+  // model raises.
+  void run_forward(StepObserver& observer);
+
   double forward_seconds = 0, backward_seconds = 0;  // of the last run
 
  private:
+  c10::IValue forward(StepObserver& observer);
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

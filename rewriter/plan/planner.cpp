@@ -38,10 +38,11 @@ static Error not_estimated(const Error& e) {
   const std::string text = e.what();
   const auto end = text.find(": attempted to run this operator with Meta"), begin = text.rfind("aten::", end);
   return Error(ErrorKind::input,
-               fmt::format("This model can't be estimated from shapes alone ({}); leave --estimate out.",
+               fmt::format("This model can't be estimated from shapes alone ({}).",
                            end == std::string::npos || begin == std::string::npos
                                ? text
-                               : text.substr(begin, end - begin) + " has no shape function"));
+                               : text.substr(begin, end - begin) + " has no shape function"),
+               "estimate");
 }
 
 struct Planner::Impl {
@@ -187,14 +188,18 @@ PlanPoint Planner::plan(int64_t budget) {
     }
   }
   if (const Impl::Measured* m = impl_->best(budget)) return impl_->point(*m, budget, gap);
+  const auto percent = [&](int64_t bytes) {
+    return 100 * static_cast<double>(bytes) / static_cast<double>(impl_->base.original.peak);
+  };
   const PlanPoint least = smallest();
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
-  throw Error(ErrorKind::budget,
-              fmt::format("No plan was found whose peak is at most {:.1f} MiB; the smallest possible budget is "
-                          "{:.1f} MiB ({} bytes).",
-                          static_cast<double>(budget) / kMiB,
-                          std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
-                          least.predicted_peak_bytes));
+  throw Error(
+      ErrorKind::budget,
+      fmt::format("No plan was found whose peak is at most {:.1f} MiB ({:.1f} % of the original's); the smallest "
+                  "possible budget is {:.1f} MiB ({:.1f} %, {} bytes).",
+                  static_cast<double>(budget) / kMiB, percent(budget),
+                  std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
+                  std::ceil(percent(least.predicted_peak_bytes) * 10) / 10, least.predicted_peak_bytes));
 }
 
 std::vector<PlanPoint> Planner::front(int64_t largest, int count) {

@@ -37,6 +37,14 @@ int64_t parse_size(const std::string& text, const std::string& option, int64_t w
   }
   while (end < text.size() && text[end] == ' ') ++end;
   const std::string unit = text.substr(end);
+  // Nobody means 40 bytes.
+  constexpr double kLeastBytes = 1000;
+  if (unit.empty() && number > 0 && number < kLeastBytes) {
+    const bool part = whole > 0 && number <= 100;
+    throw Error(ErrorKind::request,
+                fmt::format("{} '{}' is {} bytes: do you mean {}{}MiB?", option, text, text,
+                            part ? fmt::format("{}% of the original's peak, or ", text) : "", text));
+  }
   double bytes = 0;
   if (unit == "%" && whole > 0)
     bytes = number / 100 * static_cast<double>(whole);

@@ -10,7 +10,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void Verifier::calls(Mode mode) {
   if (mode == Mode::eval && !unhurried() && iteration_ > std::max(left(), 0.0)) {
-    note("Gradients in eval mode were not compared for want of time; --thorough compares them.");
+    note("Gradients in eval mode were not compared for want of time; a thorough verification compares them.");
     return;
   }
   say(fmt::format("{}: first calls", name_of(mode)));

@@ -17,7 +17,7 @@ void Verifier::measure() {
                     autocast_of(a_, options_.method).empty() == autocast_of(b_, options_.method).empty();
   if (warm) o.warmup = 0;
   if (!unhurried() && left() < (warm ? 2 : 8) * step_)
-    return note("Memory and time were not measured for want of time; --thorough measures them.");
+    return note("Memory and time were not measured for want of time; a thorough verification measures them.");
   try {
     Module modules[2] = {warm ? *kept_[0][0] : fresh(a_), warm ? *kept_[0][1] : fresh(b_)};
     bool trains = false;

@@ -37,7 +37,7 @@ std::string compared_text(const VerifyResult& r) {
   }
   if (text.empty()) return "";
   text = "Compared: " + text + ".";
-  if (!r.thorough) text += " --thorough compares everything on the inputs given.";
+  if (!r.thorough) text += " A thorough verification compares everything on the inputs given.";
   return text;
 }
 

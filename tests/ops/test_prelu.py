@@ -13,6 +13,7 @@ SHAPES = [(4,), (3, 5), (2, 3, 9), (2, 3, 9, 7), (2, 1, 5, 6), (5, 4, 1, 1), (2,
 
 def slopes_for(shape, dtype):
     yield torch.tensor([0.25]).to(dtype)
+    yield torch.tensor(0.25).to(dtype)
     if len(shape) > 1:
         yield torch.linspace(-0.5, 1.5, shape[1], dtype=torch.float64).to(dtype)
 
