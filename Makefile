@@ -23,7 +23,7 @@ export CCACHE_NOHASHDIR := 1
 export CXX
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build build-other demo test test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy
+.PHONY: build build-other demo test test-packages test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -51,7 +51,10 @@ tests = failed=0; \
 
 test: test-default
 
-test-default: build
+test-packages: setup
+	@cmake/setup.sh tests
+
+test-default: test-packages build
 	@$(call tests,$(PYTHON),build,tests)
 
 test-other: build-other

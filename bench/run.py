@@ -38,7 +38,7 @@ def pair_of(name: str, folder: Path, level: str = "regions") -> tuple:
 
 
 def memory(a, folder: Path) -> list:
-    """Bytes kept for backward, peak and step time, for each model and each way of training."""
+    """Bytes saved for backward, peak and step time, for each model and each way of training."""
     import torch
 
     import allocator

@@ -62,7 +62,7 @@ CLI::Validator whole_number(int64_t low, uint64_t high) {
         const auto negative = parse<int64_t>(text);
         const bool good = positive ? *positive <= high && (low < 0 || *positive >= static_cast<uint64_t>(low))
                                    : negative && *negative >= low;
-        if (!good) return fmt::format("'{}' is no whole number from {} to {}", text, low, high);
+        if (!good) return fmt::format("'{}' is not a whole number from {} to {}", text, low, high);
         text = positive ? std::to_string(*positive) : std::to_string(*negative);
         return std::string();
       },
@@ -74,7 +74,7 @@ CLI::Validator positive_number(double high) {
       [=](std::string& text) {
         const auto value = parse<double>(text);
         const bool good = value && *value > 0 && *value <= high;
-        return good ? std::string() : fmt::format("'{}' is no number above 0 and up to {}", text, high);
+        return good ? std::string() : fmt::format("'{}' is not a number above 0 and up to {}", text, high);
       },
       "");
 }

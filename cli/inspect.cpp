@@ -79,81 +79,83 @@ std::map<std::string, int> op_counts(const Module& module, const std::string& me
   return counts;
 }
 
-int inspect_file(const Options& o, const Common& common) {
-  RewriteOptions options;
-  options.patterns = read_patterns(o.patterns);
-  auto file = load_model(o.model, "meta");  // names and shapes are enough
-  Module& module = file.module;
+// What a model holds, and what would be rewritten in it.
+struct Inspection {
+  std::vector<Row> modules;
+  Row total;
+  std::vector<std::string> methods;                         // those that are shown
+  std::map<std::string, std::string> schemas;               // of each
+  std::map<std::string, std::map<std::string, int>> ops;    // of each: operator -> times
+  std::map<std::string, size_t> matches;                    // pattern -> times
+  std::vector<std::pair<std::string, size_t>> extra_files;  // with their bytes
+  bool rewritten = false;
+};
+
+// The methods to show: those of the model's own, or the one that is asked for.
+std::vector<std::string> shown_methods(const Module& module, const std::string& asked) {
   std::vector<std::string> names, all_names;
   for (const auto& method : module.get_methods()) {
     all_names.push_back(method.name());
     if (!is_added_name(method.name())) names.push_back(method.name());
   }
-  if (!o.method.empty()) {
-    if (std::find(all_names.begin(), all_names.end(), o.method) == all_names.end())
-      throw Error(ErrorKind::request,
-                  "The model has no method '" + o.method + "'" + did_you_mean(o.method, names) + ".");
-    names = {o.method};
-  }
-  auto rows = module_rows(module);
-  std::map<std::string, std::map<std::string, int>> ops;
-  json methods = json::array();
-  for (auto& name : names) {
-    ops[name] = op_counts(module, name);
-    methods.push_back(
-        {{"name", name}, {"schema", c10::str(module.get_method(name).function().getSchema())}, {"ops", ops[name]}});
-  }
-  bool rewritten = is_rewritten(module);
-  if (rewritten) restore(module);  // what would match is a question about the originals
-  options.method = is_added_name(o.method) ? "" : o.method;
-  auto report = rewrite(module, options, true);
-  std::map<std::string, size_t> matches;
-  for (auto& match : report.matches) ++matches[match.pattern];
+  if (asked.empty()) return names;
+  if (std::find(all_names.begin(), all_names.end(), asked) == all_names.end())
+    throw Error(ErrorKind::request, "The model has no method '" + asked + "'" + did_you_mean(asked, names) + ".");
+  return {asked};
+}
 
-  Row total;
-  json modules = json::array();
-  for (auto& row : rows) {
-    total.parameters += row.parameters;
-    total.parameter_bytes += row.parameter_bytes;
-    total.trainable += row.trainable;
-    total.buffer_bytes += row.buffer_bytes;
+Inspection inspect(const Options& o) {
+  RewriteOptions options;
+  options.patterns = read_patterns(o.patterns);
+  auto file = load_model(o.model, "meta");  // names and shapes are enough
+  Inspection found;
+  found.methods = shown_methods(file.module, o.method);
+  found.modules = module_rows(file.module);
+  for (const Row& row : found.modules) {
+    found.total.parameters += row.parameters;
+    found.total.parameter_bytes += row.parameter_bytes;
+    found.total.trainable += row.trainable;
+    found.total.buffer_bytes += row.buffer_bytes;
+  }
+  for (const auto& name : found.methods) {
+    found.ops[name] = op_counts(file.module, name);
+    found.schemas[name] = c10::str(file.module.get_method(name).function().getSchema());
+  }
+  for (const auto& [name, text] : file.extra_files) found.extra_files.emplace_back(name, text.size());
+  found.rewritten = is_rewritten(file.module);
+  if (found.rewritten) restore(file.module);  // what would match is a question about the originals
+  options.method = is_added_name(o.method) ? "" : o.method;
+  for (const auto& match : rewrite(file.module, options, true).matches) ++found.matches[match.pattern];
+  return found;
+}
+
+json to_json(const Inspection& found, const std::string& model) {
+  json modules = json::array(), methods = json::array(), extra = json::array();
+  for (const Row& row : found.modules)
     modules.push_back({{"path", row.path},
                        {"type", row.type},
                        {"parameters", row.parameters},
                        {"trainable", row.trainable},
                        {"parameter_bytes", row.parameter_bytes},
                        {"buffer_bytes", row.buffer_bytes}});
-  }
-  json extra = json::array();
-  for (auto& [name, text] : file.extra_files) extra.push_back({{"name", name}, {"bytes", text.size()}});
-  if (!o.json_file.empty()) {
-    write_json({{"model", o.model},
-                {"rewritten", rewritten},
-                {"parameters", total.parameters},
-                {"trainable", total.trainable},
-                {"parameter_bytes", total.parameter_bytes},
-                {"buffer_bytes", total.buffer_bytes},
-                {"modules", modules},
-                {"methods", methods},
-                {"matches", matches},
-                {"extra_files", extra}},
-               o.json_file, {o.model});
-    if (o.json_file == "-") return kOk;
-  }
+  for (const auto& name : found.methods)
+    methods.push_back({{"name", name}, {"schema", found.schemas.at(name)}, {"ops", found.ops.at(name)}});
+  for (const auto& [name, bytes] : found.extra_files) extra.push_back({{"name", name}, {"bytes", bytes}});
+  return {{"model", model},
+          {"rewritten", found.rewritten},
+          {"parameters", found.total.parameters},
+          {"trainable", found.total.trainable},
+          {"parameter_bytes", found.total.parameter_bytes},
+          {"buffer_bytes", found.total.buffer_bytes},
+          {"modules", modules},
+          {"methods", methods},
+          {"matches", found.matches},
+          {"extra_files", extra}};
+}
 
-  bool color = use_color(common);
-  auto title = [&](const std::string& text) { print("\n" + paint(text, Color::bold, color) + "\n"); };
-  print(paint(o.model, Color::bold, color) + ": " + rows[0].type + (rewritten ? ", rewritten by tsmem" : "") + "\n");
-  print(fmt::format("{} parameters ({}), {} of them trainable; buffers {}\n", total.parameters,
-                    bytes_text(total.parameter_bytes), total.trainable, bytes_text(total.buffer_bytes)));
-  if (!file.extra_files.empty()) {
-    std::vector<std::string> extras;
-    for (auto& [name, text] : file.extra_files) extras.push_back(name);
-    print("Extra files: " + enumerate(extras) + "\n");
-  }
-  title("Modules");
+void print_modules(const std::vector<Row>& modules) {
   std::vector<std::vector<std::string>> cells = {{"module", "type", "parameters", "trainable", "bytes"}};
-  for (auto& row : rows)
+  for (const Row& row : modules)
     cells.push_back({row.path.empty() ? "(model)" : row.path, row.type,
                      row.parameters ? std::to_string(row.parameters) : "",
                      row.parameters ? (row.trainable == row.parameters ? "yes"
@@ -162,22 +164,46 @@ int inspect_file(const Options& o, const Common& common) {
                                     : "",
                      row.parameters ? bytes_text(row.parameter_bytes) : ""});
   print(table(cells));
-  for (auto& name : names) {
-    title("Operators of " + name + ", with all that it calls");
-    std::vector<std::pair<std::string, int>> sorted(ops[name].begin(), ops[name].end());
-    std::stable_sort(sorted.begin(), sorted.end(), [](auto& x, auto& y) { return x.second > y.second; });
-    cells = {{"operator", "times"}};
-    for (auto& [op, n] : sorted) cells.push_back({op, std::to_string(n)});
-    print(table(cells));
-  }
-  title(rewritten ? "What 'tsmem rewrite' would match in the originals" : "What 'tsmem rewrite' would match");
-  if (matches.empty()) {
-    print("nothing\n");
-    return kOk;
-  }
-  cells = {{"pattern", "times"}};
-  for (auto& [name, n] : matches) cells.push_back({name, std::to_string(n)});
+}
+
+// Names and how often each is there, in the order given.
+template <class Counts>
+void print_counts(const std::string& what, const Counts& counts) {
+  std::vector<std::vector<std::string>> cells = {{what, "times"}};
+  for (const auto& [name, n] : counts) cells.push_back({name, std::to_string(n)});
   print(table(cells));
+}
+
+void print_inspection(const Inspection& found, const std::string& model, bool color) {
+  const auto title = [&](const std::string& text) { print("\n" + paint(text, Color::bold, color) + "\n"); };
+  print(paint(model, Color::bold, color) + ": " + found.modules[0].type +
+        (found.rewritten ? ", rewritten by tsmem" : "") + "\n");
+  print(fmt::format("{} parameters ({}), {} of them trainable; buffers {}\n", found.total.parameters,
+                    bytes_text(found.total.parameter_bytes), found.total.trainable,
+                    bytes_text(found.total.buffer_bytes)));
+  std::vector<std::string> extras;
+  for (const auto& [name, bytes] : found.extra_files) extras.push_back(name);
+  if (!extras.empty()) print("Extra files: " + enumerate(extras) + "\n");
+  title("Modules");
+  print_modules(found.modules);
+  for (const auto& name : found.methods) {
+    title("Operators of " + name + ", with all that it calls");
+    const auto& ops = found.ops.at(name);
+    std::vector<std::pair<std::string, int>> sorted(ops.begin(), ops.end());
+    std::stable_sort(sorted.begin(), sorted.end(), [](auto& x, auto& y) { return x.second > y.second; });
+    print_counts("operator", sorted);
+  }
+  title(found.rewritten ? "What 'tsmem rewrite' would match in the originals" : "What 'tsmem rewrite' would match");
+  if (found.matches.empty())
+    print("nothing\n");
+  else
+    print_counts("pattern", found.matches);
+}
+
+int inspect_file(const Options& o, const Common& common) {
+  const Inspection found = inspect(o);
+  if (!o.json_file.empty()) write_json(to_json(found, o.model), o.json_file, {o.model});
+  if (o.json_file != "-") print_inspection(found, o.model, use_color(common));
   return kOk;
 }
 

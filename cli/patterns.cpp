@@ -28,7 +28,7 @@ void list_patterns(bool color) {
 void show(const Pattern& pattern, bool color) {
   auto title = [&](const std::string& text) { return paint(text, Color::bold, color) + "\n"; };
   print(title(pattern.name) + "  " + pattern.algebra + "\n\n");
-  print(title("Kept for backward") + indented(pattern.keeps, "  ") + "\n");
+  print(title("Saved for backward") + indented(pattern.keeps, "  ") + "\n");
   print(title("Conditions") + indented(pattern.conditions, "  "));
   if (!pattern.by_default) print("  Used only when --only " + pattern.name + " names it.\n");
   for (auto& rule : pattern.rules) {
@@ -50,7 +50,7 @@ void show_pattern(const std::string& name, bool color) {
 void check_file(const std::string& file, const Common& common) {
   const auto patterns = tsmem::read_patterns(file);
   if (common.quiet) return;
-  std::vector<std::vector<std::string>> rows = {{"pattern", "what it computes", "kept for backward"}};
+  std::vector<std::vector<std::string>> rows = {{"pattern", "what it computes", "saved for backward"}};
   for (auto& p : patterns) rows.push_back({p.name, p.algebra, p.keeps});
   print(table(rows));
   for (auto& sentence : pattern_overlaps(patterns)) print("Note: " + sentence + ".\n");

@@ -30,7 +30,7 @@ void check_files(const Options& o) {
   check_report(o.run.json);
   if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
     throw Error(ErrorKind::request,
-                "--plot '" + o.plot + "' is no picture that plan draws; end its name in .svg or .png.");
+                "--plot '" + o.plot + "' is not a picture that plan draws; end its name in .svg or .png.");
   if (o.plot.ends_with(".png")) require_png();
   if (o.plot.empty()) return;
   if (o.plot == o.run.json) throw Error(ErrorKind::request, "--plot and --json name the same file.");

@@ -166,7 +166,7 @@ bool ends_in(const std::string& path, std::initializer_list<const char*> suffixe
 void check_files(const Options& o) {
   if (!o.plot.empty() && !ends_in(o.plot, {".svg", ".png", ".html", ".htm"}))
     throw Error(ErrorKind::request,
-                "--plot '" + o.plot + "' is no picture that tsmem draws; end its name in .svg, .png or .html.");
+                "--plot '" + o.plot + "' is not a picture that tsmem draws; end its name in .svg, .png or .html.");
   if (o.plot.ends_with(".png")) require_png();
   if (!o.plot.empty() && (o.plot == o.trace || o.plot == o.run.json))
     throw Error(ErrorKind::request, "--plot '" + o.plot + "' names a file that another option writes too.");

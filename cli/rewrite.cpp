@@ -28,6 +28,7 @@ namespace tsmem::cli {
 namespace {
 
 using nlohmann::json;
+using torch::jit::Module;
 
 struct Options {
   std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
@@ -44,10 +45,10 @@ std::vector<int64_t> parse_batch_sizes(const std::string& text) {
   for (std::string part; std::getline(parts, part, ',');) {
     const bool number = !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
     if (!number || std::stoll(part) == 0)
-      throw Error(ErrorKind::request, "--batch-sizes '" + text + "' is no list of batch sizes: write 32,64,128.");
+      throw Error(ErrorKind::request, "--batch-sizes '" + text + "' is not a list of batch sizes: write 32,64,128.");
     sizes.push_back(std::stoll(part));
   }
-  if (sizes.empty()) throw Error(ErrorKind::request, "--batch-sizes '' is no list of batch sizes: write 32,64,128.");
+  if (sizes.empty()) throw Error(ErrorKind::request, "--batch-sizes '' is not a list of batch sizes: write 32,64,128.");
   return sizes;
 }
 
@@ -123,7 +124,7 @@ std::string kept_after(const Pattern& pattern) {
 void print_matches(const RewriteReport& report, const std::vector<Pattern>& own, bool verbose) {
   std::map<std::string, size_t> counts;
   for (auto& match : report.matches) ++counts[match.pattern];
-  std::vector<std::vector<std::string>> rows = {{"pattern", "matches", "kept for backward"}};
+  std::vector<std::vector<std::string>> rows = {{"pattern", "matches", "saved for backward"}};
   for (auto* list : {&own, &all_patterns()})
     for (auto& pattern : *list)
       if (counts.count(pattern.name))
@@ -234,6 +235,74 @@ void print_plan(const ChosenPlan& plan) {
               : fmt::format("  No batch fits in {}\n", bytes_text(batches.fit_bytes)));
 }
 
+// The arguments that were given, as the method takes them; none where none were given. They are checked before the
+// work, not after it.
+std::vector<c10::IValue> given_inputs(const Options& o, const Common& common, const Session& session,
+                                      const std::string& method) {
+  if (o.inputs.empty() && o.inputs_file.empty()) return {};
+  auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
+  if (!o.limits.estimate) check_inputs(session.module(), method, inputs);
+  return inputs;
+}
+
+void check_method(const Module& module, const std::string& asked) {
+  if (asked.empty() || module.find_method(asked)) return;
+  std::vector<std::string> names;
+  for (const auto& known : module.get_methods()) names.push_back(known.name());
+  throw Error(ErrorKind::request, "The model has no method '" + asked + "'" + did_you_mean(asked, names) + ".");
+}
+
+PlannedRewrite rewrite_by_plan(const Options& o, const Common& common, Session& session, const std::string& method,
+                               const std::vector<c10::IValue>& inputs) {
+  const Progress progress(common);
+  PlanRequest request{o.budget, o.fit, {}, o.optimizer_states, o.limits.options(common, progress)};
+  if (!o.batch_sizes.empty()) request.batch_sizes = parse_batch_sizes(o.batch_sizes);
+  request.how.method = method;
+  request.how.device = o.device;
+  PlannedRewrite planned = session.plan(o.rewrite, inputs, request);
+  progress.clear();
+  return planned;
+}
+
+// Writes the result, once it has been compared with the original. False where it isn't the same: then nothing is
+// written.
+bool write_checked(const Options& o, const Common& common, Session& session, const std::vector<c10::IValue>& inputs,
+                   RewriteReport& report) {
+  session.write(o.output, o.force);
+  if (!check_written(o, common, session, inputs)) return false;
+  if (!o.undo && !inputs.empty()) {
+    const Progress progress(common);
+    progress("measuring what is saved for backward");
+    session.measure_saved(report, inputs, o.limits.estimate ? "meta" : o.device);
+  }
+  session.commit();
+  return true;
+}
+
+// What was done, but for the last line.
+void print_report(const Options& o, const Common& common, const RewriteReport& report, const ChosenPlan* plan) {
+  if (!o.undo && !report.matches.empty()) print_matches(report, o.rewrite.patterns, common.verbose);
+  const auto checkpoints =
+      std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
+  if (checkpoints)
+    print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
+  if (!o.rewrite.amp.empty())
+    print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
+                      o.rewrite.amp));
+  if (plan) print_plan(*plan);
+  if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
+    print("No pattern matches this model, so there is nothing to rewrite.\n");
+  print_not_checkpointed(report);
+  print_shared_classes(report);
+  if (!o.undo) print(saved_text(report.saved, o.rewrite.level, o.explain || common.verbose));
+}
+
+std::string last_line(const Options& o, const RewriteReport& report, bool rewritten_before) {
+  if (o.dry_run) return "Nothing was written (--dry-run).\n";
+  if (o.undo) return "Restored the original methods, with the weights as they are now: " + o.output + "\n";
+  return written_text(o, report, rewritten_before) + ": " + o.output + "\n";
+}
+
 int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   refuse_conflicts(o, app);
   settle_level(o, app);
@@ -241,81 +310,35 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   require_device(o.device);
   if (o.threads > 0) at::set_num_threads(o.threads);
   o.rewrite.patterns = read_patterns(o.patterns);
+  o.rewrite.level = o.level == "ops" ? Level::ops : o.level == "plan" ? Level::plan : Level::regions;
+
   Session session(o.model);
   const bool rewritten_before = is_rewritten(session.module());
+  check_method(session.module(), o.rewrite.method);
   const std::string method = o.rewrite.method.empty() ? "forward" : o.rewrite.method;
-  if (!session.module().find_method(method) && !o.rewrite.method.empty()) {
-    std::vector<std::string> names;
-    for (auto& known : session.module().get_methods()) names.push_back(known.name());
-    throw Error(ErrorKind::request, "The model has no method '" + method + "'" + did_you_mean(method, names) + ".");
-  }
-  std::vector<c10::IValue> inputs;
-  if (!o.inputs.empty() || !o.inputs_file.empty()) {
-    inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
-    if (!o.limits.estimate) check_inputs(session.module(), method, inputs);  // before the work, not after it
-  }
-
-  o.rewrite.level = o.level == "ops" ? Level::ops : o.level == "plan" ? Level::plan : Level::regions;
+  const auto inputs = given_inputs(o, common, session, method);
   RewriteReport report;
   std::optional<ChosenPlan> plan;
   if (o.undo) {
     session.restore();
-  } else if (o.level == "plan") {
-    const Progress progress(common);
-    PlanRequest request{o.budget, o.fit, {}, o.optimizer_states, o.limits.options(common, progress)};
-    if (!o.batch_sizes.empty()) request.batch_sizes = parse_batch_sizes(o.batch_sizes);
-    request.how.method = method;
-    request.how.device = o.device;
-    PlannedRewrite planned = session.plan(o.rewrite, inputs, request);
-    progress.clear();
+  } else if (o.rewrite.level == Level::plan) {
+    PlannedRewrite planned = rewrite_by_plan(o, common, session, method, inputs);
     report = std::move(planned.report);
     plan = std::move(planned.plan);
   } else {
     report = session.rewrite(o.rewrite, o.dry_run);
   }
-  if (!o.dry_run) {
-    session.write(o.output, o.force);
-    if (!check_written(o, common, session, inputs)) return kDifferent;
-    if (!o.undo && !inputs.empty()) {
-      const Progress progress(common);
-      progress("measuring what is kept for backward");
-      session.measure_saved(report, inputs, o.limits.estimate ? "meta" : o.device);
-    }
-    session.commit();
-  }
+  if (!o.dry_run && !write_checked(o, common, session, inputs, report)) return kDifferent;
 
-  if (!o.json_file.empty())
-    write_json(report_json(o, report, plan ? &*plan : nullptr), o.json_file, {o.model, o.output});
-  bool json_on_stdout = o.json_file == "-";
-  if (!common.quiet && !json_on_stdout) {
-    if (!o.undo && !report.matches.empty()) print_matches(report, o.rewrite.patterns, common.verbose);
-    size_t checkpoints =
-        std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
-    if (checkpoints)
-      print(fmt::format("{} module calls keep their arguments alone and run again in backward\n", checkpoints));
-    if (!o.rewrite.amp.empty())
-      print(fmt::format("{} runs under autocast to {}\n", o.rewrite.method.empty() ? "forward" : o.rewrite.method,
-                        o.rewrite.amp));
-    if (plan) print_plan(*plan);
-    if (!o.undo && report.matches.empty() && !checkpoints && o.rewrite.amp.empty())
-      print("No pattern matches this model, so there is nothing to rewrite.\n");
-  }
-  if (!common.quiet && !json_on_stdout) {
-    print_not_checkpointed(report);
-    print_shared_classes(report);
-    if (!o.undo) print(saved_text(report.saved, o.rewrite.level, o.explain || common.verbose));
-  }
-  if (o.explain && !json_on_stdout) {
-    if (!common.quiet) print("\n");
+  const ChosenPlan* chosen = plan ? &*plan : nullptr;
+  if (!o.json_file.empty()) write_json(report_json(o, report, chosen), o.json_file, {o.model, o.output});
+  const bool prints = !common.quiet && o.json_file != "-";
+  if (prints) print_report(o, common, report, chosen);
+  if (o.explain && o.json_file != "-") {
+    if (prints) print("\n");
     print_refusals(report, use_color(common));
   }
-  if (common.quiet || json_on_stdout) return kOk;
-  if (o.dry_run)
-    print("Nothing was written (--dry-run).\n");
-  else if (o.undo)
-    print("Restored the original methods, with the weights as they are now: " + o.output + "\n");
-  else
-    print(written_text(o, report, rewritten_before) + ": " + o.output + "\n");
+  if (prints) print(last_line(o, report, rewritten_before));
   return kOk;
 }
 

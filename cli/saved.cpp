@@ -51,13 +51,13 @@ std::string modules_text(const std::vector<std::string>& modules) {
 
 std::string head(const Saved& saved) {
   if (saved.bytes) {
-    if (*saved.original_bytes == 0) return "The original keeps nothing for backward.\n";
-    return fmt::format("Kept for backward: {} of the original's {} ({}; {} goes)\n", bytes_text(*saved.bytes),
+    if (*saved.original_bytes == 0) return "The original saves nothing for backward.\n";
+    return fmt::format("Saved for backward: {} of the original's {} ({}; {} goes)\n", bytes_text(*saved.bytes),
                        bytes_text(*saved.original_bytes), percent(*saved.bytes, *saved.original_bytes),
                        percent(*saved.original_bytes - *saved.bytes, *saved.original_bytes));
   }
   if (saved.original_tensors == 0) return "";
-  return fmt::format("Kept for backward, by the graph: {} of the original's {} (bytes need --input)\n", saved.tensors,
+  return fmt::format("Saved for backward, by the graph: {} of the original's {} (bytes need --input)\n", saved.tensors,
                      counted(static_cast<size_t>(saved.original_tensors), "tensor"));
 }
 

@@ -2,6 +2,7 @@
 # What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
 #   cmake/setup.sh           .venv with the default torch of python/torch-versions.txt, or that of TSMEM_TORCH
 #   cmake/setup.sh other     .venv-2.15 (or what the other is) with the other one there
+#   cmake/setup.sh tests     as the first, and what the tests of another processor need, where it can be installed (tests/test_arm64.py)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build
@@ -10,6 +11,9 @@ die() { echo "set-up: $*" >&2; exit 1; }
 
 # Debian packages
 packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
+if [ "${1:-}" = tests ] && [ "$(uname -m)" = x86_64 ] && { [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null; }; then
+  packages+=(g++-aarch64-linux-gnu qemu-user)
+fi
 if command -v dpkg-query >/dev/null; then
   missing=()
   for p in "${packages[@]}"; do
@@ -35,12 +39,12 @@ mapfile -t versions < <(grep '^[0-9]' python/torch-versions.txt)
 oldest=${versions[0]%% *} newest=${versions[1]%% *}
 venv=.venv
 case "${1:-default}" in
-  default) read -r torch vision _ < <(grep '^[0-9].* default$' python/torch-versions.txt) ;;
+  default | tests) read -r torch vision _ < <(grep '^[0-9].* default$' python/torch-versions.txt) ;;
   other)
     read -r torch vision < <(grep '^[0-9]' python/torch-versions.txt | grep -v ' default$')
     venv=.venv-$(minor_of "$torch") TSMEM_TORCH=""
     ;;
-  *) die "'$1' is neither 'default' nor 'other'." ;;
+  *) die "'$1' is none of 'default', 'other' and 'tests'." ;;
 esac
 
 # Python. With TSMEM_TORCH the environment is made from the Python which that torch is installed for, and finds torch there.

@@ -41,7 +41,7 @@ def main() -> None:
     run(tool, "diff", str(original), str(rewritten), "--stat", accept=(0, 1))
 
     print(f"\nResNet-50, {size}, float32, {torch.get_num_threads()} threads; one training step, before -> after\n")
-    print(f"{'':30}{'kept for backward, MiB':>26}{'peak, MiB':>24}{'step, s':>22}")
+    print(f"{'':30}{'saved for backward, MiB':>26}{'peak, MiB':>24}{'step, s':>22}")
     rows = []
     for setting, apply in SETTINGS.items():
         pair = [apply(torch.jit.load(str(path)).train()) for path in (original, rewritten)]
@@ -59,7 +59,7 @@ def main() -> None:
     inputs = (torch.randn(BATCH, 3, 224, 224),)
     a, b = (allocator.memory(m, inputs) for m in pair)
     ratio = allocator.times(pair, inputs, rounds=3).ratios[1]
-    print(f'\nEager ResNet-50, torch.compile(model, backend="tsmem"): {a.saved / 2**20:.1f} -> {b.saved / 2**20:.1f} MiB kept for backward ({b.saved / a.saved:.2f}), '
+    print(f'\nEager ResNet-50, torch.compile(model, backend="tsmem"): {a.saved / 2**20:.1f} -> {b.saved / 2**20:.1f} MiB saved for backward ({b.saved / a.saved:.2f}), '
           f"peak {b.peak / a.peak:.2f}, time {ratio:.2f} of eager's")
     rows.append({"setting": "eager", "saved_bytes": [a.saved, b.saved], "peak_bytes": [a.peak, b.peak], "time_ratio": ratio})
     (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -168,7 +168,8 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   }
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
   const bool fits = self.numel() != 0 && plain(self), grad = needs_grad(self);
-  const bool smooth_ours = fits && recompute && smooth(act.kind) && !autocast_casts(self, act);
+  const bool smooth_ours =
+      fits && RecomputeArgument(recompute).offered() && smooth(act.kind) && !autocast_casts(self, act);
   const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);
   const Tensor made = masked         ? MaskedAct::apply(self, act)
                       : !smooth_ours ? stock_act(self, act)

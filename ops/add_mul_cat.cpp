@@ -1,4 +1,4 @@
-// Sums, products and concatenations that backward can make again.
+// Sums, products and concatenations that can be recomputed in backward.
 //
 // add and cat keep nothing, as PyTorch's; a product keeps the factors that the other one's gradient needs, or what they
 // are made from.
@@ -89,7 +89,9 @@ Tensor mul(const Tensor& self, const Tensor& other, int64_t recompute, int64_t i
 }
 
 Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
-  bool ours = recompute && at::GradMode::is_enabled() && !tensors.empty() && tensors[0].dim() > 0, grad = false;
+  bool ours = RecomputeArgument(recompute).offered() && at::GradMode::is_enabled() && !tensors.empty() &&
+              tensors[0].dim() > 0,
+       grad = false;
   for (const Tensor& t : tensors) {
     ours = ours && alike(t, tensors[0]) && t.dim() == tensors[0].dim();
     grad = grad || t.requires_grad();

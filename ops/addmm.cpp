@@ -67,7 +67,8 @@ struct Product : torch::autograd::Function<Product> {
   }
 };
 
-Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, int64_t dims, int64_t recompute) {
+Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, int64_t dims,
+           RecomputeArgument recompute) {
   const auto alike = [&](const Tensor& t) {
     return plain(t) && t.numel() > 0 && t.scalar_type() == a.scalar_type() && t.device() == a.device();
   };

@@ -118,8 +118,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
                      (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
   if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
-  const auto again =
-      RecomputeArgument::of(recompute).recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
+  const auto again = RecomputeArgument(recompute).recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
   const Tensor out = Attention::apply(q, k, v, args, again);
   if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
@@ -231,7 +230,7 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
   if (!needs_grad(x) || !plain(x) || x.numel() == 0 || (dtype && *dtype != x.scalar_type()))
     return at::softmax(x, dim, dtype);
   // Its input in place of its output, where that costs nothing.
-  const bool again = RecomputeArgument::of(recompute).recomputes() && costs_nothing(x);
+  const bool again = RecomputeArgument(recompute).recomputes() && costs_nothing(x);
   const Tensor out = Softmax::apply(x, dim, again);
   if (!again) keeps_itself(out);
   offer(

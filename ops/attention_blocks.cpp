@@ -168,7 +168,7 @@ bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const Atten
 }
 
 Tensor attention_by_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
-                           int64_t recompute) {
+                           RecomputeArgument recompute) {
   Tensor state;
   const Tensor out = Blocks::apply(q, k, v, args.mask, args, &state);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));

@@ -1,5 +1,6 @@
 #pragma once
 #include "common.h"
+#include "recompute_argument.h"
 
 namespace tsmem {
 
@@ -19,6 +20,6 @@ OptTensor added_mask(const OptTensor& mask, const at::Tensor& query);
 // is contiguous.
 bool takes_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const AttentionArgs& args);
 at::Tensor attention_by_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                               const AttentionArgs& args, int64_t recompute);
+                               const AttentionArgs& args, RecomputeArgument recompute);
 
 }  // namespace tsmem

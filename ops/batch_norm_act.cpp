@@ -92,7 +92,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
 };
 
 std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                       const Act& act, bool stats, const char* name, int64_t recompute) {
+                                       const Act& act, bool stats, const char* name, RecomputeArgument recompute) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
     std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,

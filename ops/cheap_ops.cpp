@@ -198,7 +198,7 @@ struct Kernel : c10::OperatorKernel {
   explicit Kernel(OpPtr o) : op(std::move(o)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
     const int64_t in_place = op->row.in_place ? torch::jit::pop(*stack).toInt() : 0;
-    const int64_t recompute = torch::jit::pop(*stack).toInt();
+    const RecomputeArgument recompute = torch::jit::pop(*stack).toInt();
     Stack arguments = torch::jit::pop(*stack, op->row.arguments());
     // PyTorch's takes no None.
     if (op->row.name() == "constant_pad_nd" && arguments[2].isNone()) arguments[2] = at::Scalar(0);
@@ -206,7 +206,7 @@ struct Kernel : c10::OperatorKernel {
     stack->emplace_back(run(call, call->take(arguments), recompute, in_place));
   }
 
-  Tensor run(const CallPtr& call, std::vector<Tensor> tensors, int64_t recompute, int64_t in_place) const {
+  Tensor run(const CallPtr& call, std::vector<Tensor> tensors, RecomputeArgument recompute, int64_t in_place) const {
     if (in_place && !same_as_overwriting(tensors, call->arguments)) {
       Stack stack = call->with(tensors);
       stack[0] = tensors[0].clone();
@@ -230,8 +230,7 @@ struct Kernel : c10::OperatorKernel {
     const bool ours = op->derivative && (!op->derivative->takes || op->derivative->takes(call->arguments));
     bool keeps_result = false;
     const Tensor made =
-        ours ? Cheap::apply(at::TensorList(tensors), call, RecomputeArgument::of(recompute).recomputes(), &keeps_result)
-             : call->run(tensors);
+        ours ? Cheap::apply(at::TensorList(tensors), call, recompute.recomputes(), &keeps_result) : call->run(tensors);
     if (keeps_result) keeps_itself(made);
     const Tensor out = overwritten(made, tensors[0], in_place);
     if (op->row.offers && !out.is_alias_of(tensors[0]) && out.device() == tensors[0].device())
@@ -244,7 +243,7 @@ struct Kernel : c10::OperatorKernel {
   }
 
   void offer_again(const Tensor& out, const CallPtr& call, const std::vector<Tensor>& tensors,
-                   int64_t recompute) const {
+                   RecomputeArgument recompute) const {
     if (op->cast()) {
       offer(
           out, {tensors[0]},

@@ -22,7 +22,7 @@ struct CheapOp {
   bool in_place = false;    // PyTorch has sub_ too
   Scripted scripted = Scripted::as_it_is;
   Worth worth = Worth::fed;
-  bool offers = true;       // false: the output is small, and takes long to make again
+  bool offers = true;       // false: the output is small, and takes long to recompute
   bool by_element = false;  // an element of the output depends on the same element of each operand
 
   constexpr std::string_view full_name() const { return schema.substr(0, schema.find('(')); }

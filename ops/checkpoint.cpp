@@ -181,7 +181,7 @@ IValue module_then(const Call& call) {
   for (const Buffer& b : call.buffers) {
     TORCH_CHECK(b.copy.defined() || version_of(b.itself) == b.version, "tsmem::checkpoint: a buffer of shape ",
                 b.itself.sizes(), " of ", call.self.type()->repr_str(), " has changed since its method ", call.method,
-                " ran, which can't be run again; rewrite the model without --checkpoint for this module");
+                " ran, which can't be run again; rewrite the model without a checkpoint of this module");
     if (b.copy.defined()) replaced.emplace(b.itself.unsafeGetTensorImpl(), b.copy.clone());
   }
   return copy_module(call.self, replaced);
@@ -198,7 +198,7 @@ void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) 
   if (!r.view) return;
   TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
               "tsmem::checkpoint: the method ", call.method, " of ", call.self.type()->repr_str(),
-              " returns a view of another dtype, which can't be recomputed; rewrite the model without --checkpoint for "
+              " returns a view of another dtype, which can't be recomputed; rewrite the model without a checkpoint of "
               "this module");
   r.sizes = t.sizes().vec();
   r.strides = t.strides().vec();
@@ -314,12 +314,12 @@ IValue run_forward(const Call& what, const IValue& arguments, const std::vector<
   TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what.method, " of ",
               what.self.type()->repr_str(),
               " draws random numbers, which can't be drawn again inside a CUDA graph; rewrite the model without "
-              "--checkpoint for this module");
+              "a checkpoint of this module");
   for (size_t i = 0; i < what.tensors; ++i)
     TORCH_CHECK(version_of(inputs[i]) == versions[i], "tsmem::checkpoint: the method ", what.method, " of ",
                 what.self.type()->repr_str(),
                 " overwrites one of its arguments, so that it can't be run again; rewrite the model without "
-                "--checkpoint for this module");
+                "a checkpoint of this module");
   return result;
 }
 
@@ -370,8 +370,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
         if (!grads[i].defined() || !passes_on) continue;
         TORCH_CHECK(again.numel() == grads[i].numel(), "tsmem::checkpoint: the method ", what->method, " of ",
                     what->self.type()->repr_str(),
-                    " returned views of another tensor when it was run again; rewrite the model without --checkpoint "
-                    "for this module");
+                    " returned views of another tensor when it was run again; rewrite the model without a checkpoint "
+                    "of this module");
         outputs.push_back(again);
         cotangents.push_back(grads[i].reshape(again.sizes()));
       }

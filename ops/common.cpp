@@ -134,9 +134,8 @@ struct Refuse : torch::autograd::Function<Refuse> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-        ": second derivatives are not supported; restore the original with 'tsmem rewrite --restore' for this");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "tsmem::", ctx->saved_data["op"].toStringRef(),
+                                ": second derivatives are not supported; restore the original for this");
   }
 };
 }  // namespace

@@ -1,6 +1,6 @@
 // Convolutions that keep the input only if the weight needs a gradient, and the weight only if the input does.
 //
-// Forward is the stock op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
+// Forward is PyTorch's op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
 // differentiable itself. Of an operand that is not kept, backward needs the shape alone.
 #include <torch/csrc/jit/runtime/interpreter.h>
 
@@ -24,7 +24,7 @@ struct ConvArgs {
   int64_t groups = 1;
 };
 
-// The stock op on batched operands.
+// PyTorch's op on batched operands.
 using Forward = std::function<Tensor(const Tensor& input, const Tensor& weight, const OptTensor& bias)>;
 
 std::vector<int64_t> expand(IntArrayRef list, int64_t dims) {
@@ -74,7 +74,7 @@ Tensor by_parts(const Tensor& input, int64_t parts, F f) {
   return out;
 }
 
-// 0 for arguments that stock refuses.
+// 0 for arguments that PyTorch refuses.
 int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& args) {
   const auto dims = static_cast<size_t>(weight.dim()) - 2;
   for (const auto* list : {&args.stride, &args.padding, &args.dilation, &args.output_padding})
@@ -189,7 +189,7 @@ struct Conv : torch::autograd::Function<Conv> {
   }
 };
 
-// True where Conv applies; otherwise the stock op runs with its own autograd, or says what is wrong.
+// True where Conv applies; otherwise PyTorch's op runs with its own autograd, or says what is wrong.
 bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
   const Tensor no_bias;
   const Tensor& b = bias ? *bias : no_bias;
@@ -197,9 +197,9 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
          (input.dim() == weight.dim() || input.dim() == weight.dim() - 1);
 }
 
-// Batches an unbatched input, as stock does.
+// Batches an unbatched input, as PyTorch does.
 Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-             const Forward& stock, int64_t recompute) {
+             const Forward& stock, RecomputeArgument recompute) {
   const OptTensor b = defined(bias);
   const bool batched = unbatched.dim() == weight.dim();
   const Tensor input = batched ? unbatched : unbatched.unsqueeze(0);

@@ -1,4 +1,4 @@
-// Copies in another order of the same elements, which backward can make again: contiguous, reshape, flatten, roll. They
+// Copies in another order of the same elements, which can be recomputed in backward: contiguous, reshape, flatten, roll. They
 // keep nothing, as PyTorch's. All but roll return views where PyTorch's do.
 //
 // vmap refuses operators whose schema says so before it looks inside: those are registered for it by themselves.
@@ -12,7 +12,7 @@ namespace {
 using at::Tensor;
 
 template <class F>
-Tensor offered(const Tensor& x, int64_t recompute, F f) {
+Tensor offered(const Tensor& x, RecomputeArgument recompute, F f) {
   const Tensor out = f(x);
   if (needs_grad(x) && plain(x) && !out.is_alias_of(x))
     offer(

@@ -2,12 +2,12 @@
 // bits of the noise are smaller than the state (5 KB on the CPU), it keeps those.
 //
 // The noise is PyTorch's: as many draws, in the same order, and the generator is left in the same state. Without
-// training and on empty tensors the stock ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
+// training and on empty tensors PyTorch's ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
 // either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
 //
 // CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
 // one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
-// captured, whose replays move the counter, the stock ops are called.
+// captured, whose replays move the counter, PyTorch's ops are called.
 #include "generator.h"
 #include "recompute.h"
 #include "registration.h"
@@ -153,7 +153,7 @@ Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
 
 // The generator's state is kept on the CPU and on CUDA, and for real tensors only.
 template <Kind kind>
-Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
+Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recompute) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool fused = kind == Kind::plain && input.is_cuda();
   const bool ours = train && p > 0 && p < 1 && draws_again(input) && input.numel() > 0 &&
@@ -163,7 +163,7 @@ Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   if (fused) {
     Fused drawn;
     const Tensor out = FusedDropout::apply(input, p, &drawn);
-    if (recompute) {
+    if (recompute.offered()) {
       const Tensor state = std::exchange(drawn.state, Tensor());
       offer(
           out, {input, state},
@@ -176,7 +176,7 @@ Tensor run(const Tensor& input, double p, bool train, int64_t recompute) {
   }
   Noise noise;
   const Tensor out = Dropout::apply(input, p, kind, &noise);
-  if (recompute) {
+  if (recompute.offered()) {
     const Tensor from = std::exchange(noise.from, Tensor());
     offer(
         out, {input, from},
@@ -206,6 +206,11 @@ Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_
 }
 
 template <Kind kind>
+Tensor run_effect(const Tensor& input, double p, bool train, int64_t recompute) {
+  return run<kind>(input, p, train, recompute);
+}
+
+template <Kind kind>
 Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute, const c10::List<int64_t>&) {
   return run<kind>(input, p, train, recompute);
 }
@@ -232,12 +237,12 @@ void register_dropout(torch::Library& m) {
                       effect),
         TORCH_FN(run_dropout_effect));
   m.def(torch::schema("feature_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor", effect),
-        TORCH_FN(run<Kind::feature>));
+        TORCH_FN(run_effect<Kind::feature>));
   m.def(torch::schema("alpha_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor", effect),
-        TORCH_FN(run<Kind::alpha>));
+        TORCH_FN(run_effect<Kind::alpha>));
   m.def(torch::schema("feature_alpha_dropout.effect(Tensor input, float p, bool train, int recompute=0) -> Tensor",
                       effect),
-        TORCH_FN(run<Kind::feature_alpha>));
+        TORCH_FN(run_effect<Kind::feature_alpha>));
 }
 
 }  // namespace tsmem

@@ -91,7 +91,8 @@ bool fits(const Tensor& x, const OptTensor& parameter) {
   return !parameter || (plain(*parameter) && parameter->device() == x.device());
 }
 
-Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n, int64_t recompute) {
+Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n,
+           RecomputeArgument recompute) {
   const Tensor out = Norm::apply(x, weight, bias, n);
   offer(
       out, {x, value_or_undefined(weight), value_or_undefined(bias)},

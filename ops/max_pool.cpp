@@ -93,7 +93,7 @@ bool ours(const Tensor& x, int64_t dims) {
   return (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 && plain(x) && has_kernel(forward_op(), x);
 }
 
-Tensor pool(const Tensor& x, const Windows& w, int64_t dims, int64_t recompute) {
+Tensor pool(const Tensor& x, const Windows& w, int64_t dims, RecomputeArgument recompute) {
   const Tensor batched = x.dim() == dims + 2 ? x : x.unsqueeze(0);
   Tensor y = needs_grad(x) ? MaxPool::apply(batched, w) : std::get<0>(call_forward(batched, w, false));
   if (y.requires_grad())

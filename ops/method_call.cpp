@@ -71,9 +71,8 @@ IValue call(const IValue& self, const std::string& method, const IValue& argumen
   torch::jit::Stack stack{self};
   for (const IValue& a : arguments.toTupleRef().elements()) stack.push_back(a);
   auto* function = object->type()->findMethod(method);
-  TORCH_CHECK(
-      function, "tsmem: ", object->type()->repr_str(), " has no method ", method,
-      "; torch.jit.freeze and optimize_for_inference take it away: use them on the original (tsmem rewrite --restore)");
+  TORCH_CHECK(function, "tsmem: ", object->type()->repr_str(), " has no method ", method,
+              "; torch.jit.freeze and optimize_for_inference take it away: use them on the original, restored");
   const Running now(object.get(), function);
   function->run(stack);
   return stack.back();

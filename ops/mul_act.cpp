@@ -109,7 +109,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
 };
 
 Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
-           int64_t recompute, int64_t in_place) {
+           RecomputeArgument recompute, int64_t in_place) {
   const bool from_second = in_place == kSecond || in_place == kNewFromSecond;
   const auto product = [from_second](const Tensor& a, const Tensor& b) {
     return from_second ? at::mul(b, a) : at::mul(a, b);

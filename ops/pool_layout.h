@@ -24,7 +24,7 @@ inline at::MemoryFormat format_for(bool channels_last, size_t dims) {
   return dims == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
-// A tensor [batch, channels, space...] in the format that stock gives a pool's output.
+// A tensor [batch, channels, space...] in the format that PyTorch gives a pool's output.
 inline at::Tensor empty_in(at::IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options) {
   if (sizes.size() > 3) return at::empty(sizes, options, format);
   if (format == at::MemoryFormat::Contiguous) return at::empty(sizes, options);

@@ -87,7 +87,7 @@ struct Known {
   int value = -1;        // in the journal
 };
 
-// A source that is this many times smaller than an output is kept rather than made again, and held by the output.
+// A source that is this many times smaller than an output is kept rather than recomputed, and held by the output.
 constexpr size_t kMuchSmaller = 16;
 
 // Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
@@ -278,7 +278,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   if (!known || !known->recipe || known->recipe->depth > kLongestChain ||
       known->recipe->expensive_depth > kLongestExpensiveChain || whole._version() != known->version)
     return nullptr;
-  // Backward runs each node on its forward's stream. What another stream made is kept itself, as by stock ops, whose
+  // Backward runs each node on its forward's stream. What another stream made is kept itself, as by PyTorch's ops, whose
   // users order the streams and tell the allocator.
   if (known->recipe->stream != stream_of(whole)) return nullptr;
   Visited visited;
@@ -366,13 +366,10 @@ JournalGuard::~JournalGuard() {
   journal = std::move(outer_);
 }
 
-void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, int64_t argument, Pieces pieces,
-           double flops, Rows rows) {
-  const auto recompute = RecomputeArgument::of(argument);
+void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
+           Pieces pieces, double flops, Rows rows) {
   const auto& node = output.grad_fn();
-  if (recompute.how == Recompute::off || !node || output.output_nr() != 0 || bytes_of(output) < kSmall ||
-      hooks_active())
-    return;
+  if (!recompute.offered() || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (Journal* now = noting()) {
     const int value = note(now, output, operands, make, recompute.site, flops);
     table().update(node, [&](Known& k) { k.value = value; });
@@ -505,7 +502,7 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
 
 namespace {
 
-// The saved tensors of a node. Where all those that were changed in place are sources of what is recomputed, stock may
+// The saved tensors of a node. Where all those that were changed in place are sources of what is recomputed, PyTorch may
 // have kept copies of none of them: its error, and ours.
 std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program& program) {
   try {
@@ -523,10 +520,11 @@ std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program&
       while (leaf < end) (r ? source : itself) |= changed();
     }
     if (itself || !source) throw;
-    TORCH_CHECK(false, error.what_without_backtrace(),
-                "\ntsmem: a source of a recomputed tensor was changed in place: backward recomputes a tensor from one "
-                "that was written to after forward. Write to a copy of it (clone), or rewrite the model with '--level "
-                "ops'; see docs/troubleshooting.md");
+    TORCH_CHECK(
+        false, error.what_without_backtrace(),
+        "\ntsmem: a source of a recomputed tensor was changed in place: backward recomputes a tensor from one "
+        "that was written to after forward. Write to a copy of it (clone), or rewrite the model at level 'ops'; "
+        "see docs/troubleshooting.md");
   }
 }
 

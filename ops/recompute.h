@@ -1,4 +1,4 @@
-// Tensors that backward makes again rather than keeps.
+// Tensors that backward recomputes rather than keeps.
 //
 // An op whose output is cheap to make from what is kept anyway (batch norm + activation from the convolution's output)
 // offers a recipe for it. An op that would keep such an output for its own backward keeps the recipe's sources in its
@@ -40,8 +40,9 @@ enum class Pieces { no, yes };
 // Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
 // operands of other sizes: make() takes any number of rows.
 enum class Rows { all, own };
-void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make, int64_t recompute = 1,
-           Pieces pieces = Pieces::no, double flops = 0, Rows rows = Rows::all);
+void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make,
+           RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
+           Rows rows = Rows::all);
 
 // What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
 struct Journal {
@@ -94,7 +95,7 @@ void keeps_itself(const at::Tensor& output);
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
-// Autocast's cast of an operand. That of a parameter is recomputed in backward, where stock keeps a second copy of all
+// Autocast's cast of an operand. That of a parameter is recomputed in backward, where PyTorch keeps a second copy of all
 // weights.
 at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device);
 

@@ -14,13 +14,18 @@ struct RecomputeArgument {
   Recompute how = Recompute::off;
   int64_t site = -1;  // by which a planner tells the ops of a model apart while it tries choices; -1: none
 
-  // off, keep and shared are 0, -1 and 1; a site is counted from 2 on, negative where it is kept.
-  static constexpr RecomputeArgument of(int64_t argument) {
-    constexpr Recompute near[] = {Recompute::keep, Recompute::off, Recompute::shared};
-    if (argument >= -1 && argument <= 1) return {near[argument + 1], -1};
-    return argument > 0 ? RecomputeArgument{Recompute::each_time, argument - 2}
-                        : RecomputeArgument{Recompute::keep, -argument - 2};
-  }
+  constexpr RecomputeArgument(Recompute how, int64_t site = -1) : how(how), site(site) {}
+  // The schema's int becomes one wherever it is handed on: off, keep and shared are 0, -1 and 1; a site is counted from
+  // 2 on, negative where it is kept.
+  constexpr RecomputeArgument(int64_t argument)
+      : how(argument == 0   ? Recompute::off
+            : argument < 0  ? Recompute::keep
+            : argument == 1 ? Recompute::shared
+                            : Recompute::each_time),
+        site(argument > 1    ? argument - 2
+             : argument < -1 ? -argument - 2
+                             : -1) {}
+
   constexpr int64_t argument() const {
     const int64_t counted = site < 0 ? 0 : site;
     switch (how) {
@@ -35,10 +40,11 @@ struct RecomputeArgument {
     }
     return 0;
   }
+  constexpr bool offered() const { return how != Recompute::off; }
   constexpr bool recomputes() const { return how == Recompute::shared || how == Recompute::each_time; }
 };
 
 // The argument for what needs no site.
-constexpr int64_t argument_of(Recompute how) { return RecomputeArgument{how}.argument(); }
+constexpr int64_t argument_of(Recompute how) { return RecomputeArgument(how).argument(); }
 
 }  // namespace tsmem

@@ -1,6 +1,6 @@
 // Pools and paddings whose backward needs the input's shape alone: sizes are kept, and no tensor.
 //
-// Forward and backward are the stock ops; their backward functions take `self` and look at its sizes and layout only,
+// Forward and backward are PyTorch's ops; their backward functions take `self` and look at its sizes and layout only,
 // so they get shape_of() in its place. aten's upsample_*, mean, constant and circular pad keep sizes only themselves,
 // and have no op here.
 #include "common.h"
@@ -133,7 +133,7 @@ Tensor avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntAr
                   bool count_include_pad, std::optional<int64_t> divisor) {
   return run(x, {Call::avg_pool3d, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
-// A 2-d pool of height 1, as in stock.
+// A 2-d pool of height 1, as in PyTorch.
 Tensor avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
                   bool count_include_pad) {
   if (!needs_grad(x) || (x.dim() != 2 && x.dim() != 3) || kernel.size() != 1 || stride.size() > 1 ||
@@ -145,7 +145,7 @@ Tensor avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntAr
       .squeeze(-2);
 }
 
-// To one pixel, stock is a mean, which keeps sizes only and is differentiable by itself.
+// To one pixel, PyTorch's is a mean, which keeps sizes only and is differentiable by itself.
 bool to_one(IntArrayRef size) {
   return std::all_of(size.begin(), size.end(), [](int64_t s) { return s == 1; });
 }

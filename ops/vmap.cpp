@@ -1,6 +1,6 @@
 // Under torch.func.vmap the ops run PyTorch's own operators, which have batching rules.
 //
-// Every op computes with stock operators where its tensors are not plain() ones, batched ones among them. The
+// Every op computes with PyTorch's operators where its tensors are not plain() ones, batched ones among them. The
 // dispatcher takes a batched tensor to vmap's fallback all the same, which calls an op once a sample and refuses those
 // that write to a buffer or take lists: here it is taken to the op itself.
 

@@ -1,4 +1,4 @@
-// Rules for the operators of ops/cheap_table.h, whose outputs backward can make again.
+// Rules for the operators of ops/cheap_table.h, whose outputs can be recomputed in backward.
 #pragma once
 #include <set>
 #include <string>

@@ -75,7 +75,9 @@ Pattern composed_activation() {
   Pattern p{.name = "composed-activation",
             .algebra = "z = silu, hardswish, mish, gelu or gelu_tanh of x, spelled out: x * sigmoid(x), ...",
             .keeps = "before: x and every intermediate result; after: x or what it is made from",
-            .conditions = "constants of full precision; the intermediate results have no other user",
+            .conditions =
+                "constants of full precision; the intermediate results have no other user; nothing writes to x "
+                "later: some spellings do not keep it",
             .for_regions = false,
             .rules = {}};
   const std::pair<const char*, Lines> formulas[] = {
@@ -88,7 +90,9 @@ Pattern composed_activation() {
   };
   for (const auto& [name, spellings] : formulas)
     for (const std::string& spelling : spellings)
-      p.rules.push_back({.match = spelling, .rewrite = "%z = tsmem::composed_act(%x, \"" + std::string(name) + "\")"});
+      p.rules.push_back({.match = spelling,
+                         .rewrite = "%z = tsmem::composed_act(%x, \"" + std::string(name) + "\")",
+                         .intact = {"x"}});
   return p;
 }
 

@@ -36,7 +36,8 @@ Pattern conv_bn_act() {
   return {.name = "conv-bn-act",
           .algebra = "z = act(batch_norm(conv(x, w)))",
           .keeps = "before: x, y = conv(x, w), batch_norm(y) or z; after: x (only if w needs grad), y",
-          .conditions = "y and batch_norm(y) have no other user but for their sizes; used only when named by --only",
+          .conditions =
+              "y and batch_norm(y) have no other user but for their sizes; used only where the option only names it",
           .by_default = false,
           .rules = rules(false)};
 }
@@ -47,8 +48,8 @@ Pattern conv_bn_act_recompute() {
           .algebra = "z = act(batch_norm(conv(x, w))), the convolution repeated in backward",
           .keeps = "before: x, y = conv(x, w), batch_norm(y) or z; after: x",
           .conditions =
-              "y and batch_norm(y) have no other user but for their sizes; nothing writes to x later; used only when "
-              "named by --only",
+              "y and batch_norm(y) have no other user but for their sizes; nothing writes to x later; used only where "
+              "the option only names it",
           .by_default = false,
           .rules = rules(true)};
 }

@@ -8,9 +8,9 @@ Pattern rms_norm() {
   return {.name = "rms-norm",
           .algebra = "z = x / sqrt(mean(x^2) + eps) * weight",
           .keeps = "before: x, its square's mean, x / sqrt(...), z; after: x or what it is made from, one number a row",
-          .conditions = "none",
+          .conditions = "nothing writes to x later: in 16 bits PyTorch keeps a copy",
           .for_regions = true,
-          .rules = {same_schema("rms_norm", 4)}};
+          .rules = {same_schema("rms_norm", 4, {"a0"})}};
 }
 
 }  // namespace tsmem

@@ -213,14 +213,51 @@ bool is_dropout(c10::Symbol kind) {
          kind == aten::feature_alpha_dropout;
 }
 
+bool may_give_its_argument(const Node* n) {
+  // Composite operators, which PyTorch does not hold to their schemas, and what else gives a tensor or a view of it on.
+  static const std::set<std::string> known = {"type_as",
+                                              "pad",
+                                              "sum_to_size",
+                                              "einsum",
+                                              "atleast_1d",
+                                              "atleast_2d",
+                                              "atleast_3d",
+                                              "broadcast_tensors",
+                                              "meshgrid",
+                                              "cartesian_prod",
+                                              "chain_matmul",
+                                              "align_as",
+                                              "align_tensors",
+                                              "conj_physical",
+                                              "data",
+                                              "to_dense",
+                                              "dequantize",
+                                              "unsafe_chunk",
+                                              "unsafe_split",
+                                              "unsafe_split_with_sizes",
+                                              "_unsafe_view",
+                                              "_cast_Byte",
+                                              "_cast_Char",
+                                              "_cast_Double",
+                                              "_cast_Float",
+                                              "_cast_Half",
+                                              "_cast_Int",
+                                              "_cast_Long",
+                                              "_cast_Short",
+                                              "native_dropout",
+                                              "channel_shuffle",
+                                              "pixel_shuffle",
+                                              "pixel_unshuffle",
+                                              "unflatten_dense_tensors",
+                                              "flatten_dense_tensors"};
+  return n->kind().is_aten() && (is_dropout(n->kind()) || known.count(n->kind().toUnqualString()));
+}
+
 bool only_reads(const Node* n) {
   static const std::set<Symbol> questions = {prim::dtype, prim::device, prim::layout, prim::requires_grad};
   if (questions.count(n->kind())) return true;
   const FunctionSchema* schema = n->maybeSchema();
-  if (!schema || !n->blocks().empty() || !n->kind().is_aten()) return false;
-  static const std::set<std::string> maybe_alias = {"type_as",    "pad",        "expand_as", "view_as",
-                                                    "reshape_as", "contiguous", "to",        "_to_copy"};
-  if (is_dropout(n->kind()) || maybe_alias.count(n->kind().toUnqualString())) return false;
+  if (!schema || !n->blocks().empty() || !n->kind().is_aten() || may_give_its_argument(n)) return false;
   for (const auto& a : schema->arguments())
     if (a.alias_info()) return false;
   for (const auto& r : schema->returns())

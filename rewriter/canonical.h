@@ -35,6 +35,9 @@ bool makes_fresh_tensor(const Node* n);
 // Of any kind, not in place: the result may be the argument itself.
 bool is_dropout(c10::Symbol kind);
 
+// Whether its result may be one of its arguments, or a view of it, although its schema does not say so.
+bool may_give_its_argument(const Node* n);
+
 // True where the operator neither writes to its arguments nor returns an alias of them, and has no blocks.
 bool only_reads(const Node* n);
 

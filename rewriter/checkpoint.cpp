@@ -54,10 +54,9 @@ static bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorTyp
 static bool is_container(const Value* v) { return !is_tensor(v) && !v->type()->containedTypes().empty(); }
 
 // Operators whose result may be their argument itself, whatever their schemas say: a dropout's is in evaluation.
-static bool passes_on(Symbol kind) {
-  static const std::set<Symbol> kinds = {prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex, prim::unchecked_cast,
-                                         aten::type_as};
-  return is_dropout(kind) || kinds.count(kind) > 0;
+static bool passes_on(const Node* n) {
+  static const std::set<Symbol> kinds = {prim::ListUnpack, prim::TupleUnpack, prim::TupleIndex, prim::unchecked_cast};
+  return may_give_its_argument(n) || kinds.count(n->kind()) > 0;
 }
 
 // Where a value's memory may come from; several of these.
@@ -81,13 +80,16 @@ static int origins(const Value* v, std::unordered_set<const Value*>& seen) {
   const FunctionSchema* schema = n->maybeSchema();
   const bool alias =
       schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
-  if (n->inputs().empty() || (!alias && !passes_on(n->kind()))) return own;
-  const Node* from = n->input(0)->node();
+  if (n->inputs().empty() || (!alias && !passes_on(n))) return own;
   static const std::set<Symbol> constructs = {prim::ListConstruct, prim::TupleConstruct, prim::DictConstruct};
-  if (!constructs.count(from->kind())) return origins(n->input(0), seen);
   int all = own;
-  if (is_tensor(v))  // one of its elements
-    for (const Value* element : from->inputs()) all |= origins(element, seen);
+  for (const Value* input : alias ? n->inputs().slice(0, 1) : n->inputs()) {
+    if (!is_tensor(input) && !is_container(input) && input != n->input(0)) continue;
+    if (!constructs.count(input->node()->kind()))
+      all |= origins(input, seen);
+    else if (is_tensor(v) || may_give_its_argument(n))  // one of its elements
+      for (const Value* element : input->node()->inputs()) all |= origins(element, seen);
+  }
   return all;
 }
 
@@ -177,7 +179,7 @@ static bool add_sources(const Value* v, const std::vector<const Value*>& stored,
     const bool alias =
         schema && v->offset() < schema->returns().size() && schema->returns()[v->offset()].alias_info() != nullptr;
     const bool of_container = !n->inputs().empty() && is_container(n->input(0));
-    if (!alias && !is_call && !of_container && !is_container(v) && !passes_on(n->kind())) return found;
+    if (!alias && !is_call && !of_container && !is_container(v) && !passes_on(n)) return found;
     // `out += identity` gives out, and not identity.
     const bool of_all = is_call || is_container(v) || of_container || !alias;
     for (size_t i = 0; i < n->inputs().size(); ++i) {

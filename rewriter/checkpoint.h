@@ -1,4 +1,4 @@
-// Which calls of modules run again in backward as a whole (--checkpoint), and why others can't.
+// Which calls of modules run again in backward as a whole (checkpoint), and why others can't.
 #pragma once
 #include <map>
 #include <set>
@@ -12,7 +12,7 @@
 
 namespace tsmem {
 
-// The modules that --checkpoint names, without those inside others. Throws Error(ErrorKind::request) where a glob
+// The modules that checkpoint names, without those inside others. Throws Error(ErrorKind::request) where a glob
 // matches none.
 std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes,
                                          const std::vector<std::string>& globs);

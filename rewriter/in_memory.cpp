@@ -44,6 +44,9 @@ Module copy_in_memory(const Module& module, const std::string& device) {
   const auto storages = std::make_shared<torch::jit::DeserializationStorageContext>();
   {
     caffe2::serialize::PyTorchStreamWriter writer(write);
+    // Else the reader takes the code for a version's in which gelu, div, full, linspace and logspace meant another
+    // thing.
+    writer.setMinVersion(caffe2::serialize::kProducedFileFormatVersion);
     torch::jit::ScriptModuleSerializer serializer(writer);
     auto& known = serializer.storage_context();
     for (const at::Tensor& t : tensors_of(module))

@@ -16,6 +16,7 @@
 #include "rewriter/archive.h"
 #include "rewriter/check_file.h"
 #include "rewriter/error.h"
+#include "rewriter/text.h"
 
 namespace tsmem {
 namespace {
@@ -43,13 +44,6 @@ template <class T>
 bool number(std::string_view s, T& out) {
   auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), out);
   return !s.empty() && error == std::errc() && end == s.data() + s.size();
-}
-
-std::string trim(std::string_view s) {
-  auto space = [](char c) { return c == ' ' || c == '\t'; };
-  while (!s.empty() && space(s.front())) s.remove_prefix(1);
-  while (!s.empty() && space(s.back())) s.remove_suffix(1);
-  return std::string(s);
 }
 
 struct Spec {
@@ -93,13 +87,13 @@ Spec parse_tensor(const std::string& spec, const std::string& shape, std::string
   Spec s;
   if (size_t open = dtype.find('['); open != std::string::npos) {
     std::string range = dtype.substr(open);
-    dtype = trim(dtype.substr(0, open));
+    dtype = strip(dtype.substr(0, open));
     size_t comma = range.find(',');
     double lo = 0, hi = 0;
-    if (comma == std::string::npos || range.back() != ')' || !number(trim(range.substr(1, comma - 1)), lo) ||
-        !number(trim(range.substr(comma + 1, range.size() - comma - 2)), hi) || !std::isfinite(lo) ||
+    if (comma == std::string::npos || range.back() != ')' || !number(strip(range.substr(1, comma - 1)), lo) ||
+        !number(strip(range.substr(comma + 1, range.size() - comma - 2)), hi) || !std::isfinite(lo) ||
         !std::isfinite(hi))
-      bad_spec(spec, fmt::format("'{}' is no range [low,high)", range));
+      bad_spec(spec, fmt::format("'{}' is not a range [low,high)", range));
     if (!(lo < hi)) bad_spec(spec, fmt::format("the range {} is empty", range));
     s.range = {lo, hi};
   }
@@ -333,14 +327,15 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
   }
   auto generator = at::detail::createCPUGenerator(seed);
   for (auto& full : specs) {
-    auto spec = trim(full);
+    const std::string spec(strip(full));
     if (spec.starts_with("@")) {
       if (spec.size() == 1) bad_spec(full, "a file name is missing");
       out.push_back(to_device(load_pickle(file_of(spec)), target));
       continue;
     }
     size_t colon = spec.find(':');
-    auto head = trim(spec.substr(0, colon)), tail = colon == std::string::npos ? "" : trim(spec.substr(colon + 1));
+    std::string head(strip(spec.substr(0, colon))), tail;
+    if (colon != std::string::npos) tail = strip(spec.substr(colon + 1));
     if (colon != std::string::npos && tail.empty()) bad_spec(full, "a dtype is missing after the colon");
     bool one = head.find('x') == std::string::npos && head != "()";
     if (one && (tail == "int" || tail == "float" || (tail == "bool" && (head == "true" || head == "false")))) {
@@ -349,7 +344,7 @@ std::vector<IValue> make_inputs(const std::vector<std::string>& specs, const std
     }
     if (size_t open = head.find('['); colon == std::string::npos && open != std::string::npos) {
       tail = head.substr(open);
-      head = trim(head.substr(0, open));
+      head = strip(head.substr(0, open));
     }
     auto s = parse_tensor(full, head, tail.empty() ? "f32" : tail);
     double bytes =

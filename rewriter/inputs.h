@@ -1,4 +1,4 @@
-// Example inputs from the command line: --input SPEC and --inputs @FILE.pt; and what backward starts from.
+// Example inputs, as SPECs and files; and what backward starts from.
 #pragma once
 #include <torch/csrc/jit/api/module.h>
 

@@ -66,7 +66,7 @@ class Matcher {
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
       }
-    collect(view.graph->block(), false, 0);
+    collect(view.graph->block(), 0, 0);
   }
 
   MatchResult run() {
@@ -93,17 +93,19 @@ class Matcher {
   bool swapped_first_ = false;
   std::vector<Attempt> accepted_;  // of each of result_.found
   std::unique_ptr<AliasDb> alias_;
+  std::vector<std::vector<Value*>> givers_;
+  std::unordered_map<Value*, ValueSet> sharing_;
   MatchResult result_;
 
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
   // Under no_grad nothing is saved; and whether TorchScript takes a result there for one that needs a gradient depends
   // on which operators it finds there.
-  void collect(Block* block, bool autocast, int no_grad) {
+  void collect(Block* block, int autocast, int no_grad) {
     std::vector<int> around;
     for (Node* n : block->nodes()) {
       if (n->kind() == prim::SetAttr) sets_attributes_ = true;
-      if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
-      if (autocast) in_autocast_.insert(n);
+      if (borders_autocast(n)) autocast += n->kind() == prim::Enter ? 1 : -1;
+      if (autocast > 0) in_autocast_.insert(n);
       if (borders_no_grad(n)) no_grad += n->kind() == prim::Enter ? 1 : -1;
       if (no_grad > 0) in_no_grad_.insert(n);
       if (n->kind() == prim::Enter) {
@@ -366,10 +368,16 @@ class Matcher {
     return (p && p->isDouble() && p->toDouble() == 0) || !(train && train->isBool() && train->toBool());
   }
 
+  // Whether v, or a view of it, is overwritten.
   static bool overwritten(const Value* v) {
     return std::any_of(v->uses().begin(), v->uses().end(), [](const Use& use) {
       const FunctionSchema* schema = use.user->maybeSchema();
-      return schema && schema->is_mutable() && use.offset == 0;
+      if (!schema || use.offset != 0) return false;
+      if (schema->is_mutable()) return true;
+      const bool passes_on =
+          may_give_its_argument(use.user) || (!schema->returns().empty() && schema->returns()[0].alias_info());
+      const auto outputs = use.user->outputs();
+      return passes_on && std::any_of(outputs.begin(), outputs.end(), overwritten);
     });
   }
 
@@ -473,7 +481,11 @@ class Matcher {
   bool reaches(Value* written, Value* v) {
     if (is_tensor(v)) return may_alias(written, v);
     if (v->type()->kind() != ListType::Kind || v->type()->containedType(0)->kind() != TensorType::Kind) return false;
-    if (v->node()->kind() != prim::ListConstruct) return aliases().mayContainAlias(v, written);
+    if (v->node()->kind() != prim::ListConstruct) {
+      const ValueSet& all = sharing(written);
+      return std::any_of(all.begin(), all.end(),
+                         [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), v); });
+    }
     for (Value* element : v->node()->inputs())
       if (may_alias(written, element)) return true;
     return false;
@@ -482,6 +494,42 @@ class Matcher {
   AliasDb& aliases() {
     if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
     return *alias_;
+  }
+
+  // v, and what an operator that may give its argument on has from its memory or gives to it: LibTorch's analysis takes
+  // the result of such an operator for a new tensor.
+  const ValueSet& sharing(Value* v) {
+    if (sharing_.empty()) collect_givers(view_.graph->block());
+    const auto [known, is_new] = sharing_.try_emplace(v, ValueSet{v});
+    ValueSet& all = known->second;
+    if (!is_new) return all;
+    std::vector<bool> added(givers_.size());
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (size_t i = 0; i < givers_.size(); ++i) {
+        if (added[i]) continue;
+        const auto touches = [&](Value* part) {
+          return std::any_of(all.begin(), all.end(),
+                             [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), part); });
+        };
+        if (std::none_of(givers_[i].begin(), givers_[i].end(), touches)) continue;
+        all.insert(givers_[i].begin(), givers_[i].end());
+        added[i] = changed = true;
+      }
+    }
+    return all;
+  }
+
+  // The tensors that each such operator takes and gives.
+  void collect_givers(Block* block) {
+    for (Node* n : block->nodes()) {
+      for (Block* b : n->blocks()) collect_givers(b);
+      if (!may_give_its_argument(n)) continue;
+      std::vector<Value*>& shared = givers_.emplace_back();
+      for (const auto& values : {n->inputs(), at::ArrayRef<Value*>(n->outputs())})
+        for (Value* v : values)
+          if (is_tensor(v) || v->type()->kind() == ListType::Kind) shared.push_back(v);
+    }
   }
 
   // An inner value that something outside the match reads.
@@ -658,7 +706,9 @@ class Matcher {
         (path_y && !path_y->empty() && attributes_.integral(*path_y)))
       return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
-    return aliases().mayAlias(x, y);
+    const ValueSet& all = sharing(x);
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
   }
   // The first value of a chain of in-place operators.
   Value* root(Value* v) {

@@ -61,17 +61,17 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
 using Method = std::pair<const c10::ClassType*, std::string>;
 
 // The methods that a body calls, with those called from inside an autocast block apart.
-void collect_calls(const Block* block, bool autocast, std::set<Method>& called, std::set<Method>& in_autocast,
+void collect_calls(const Block* block, int autocast, std::set<Method>& called, std::set<Method>& in_autocast,
                    std::unordered_set<const Graph*>& functions) {
   for (Node* n : const_cast<Block*>(block)->nodes()) {
-    if (borders_autocast(n)) autocast = n->kind() == prim::Enter;
+    if (borders_autocast(n)) autocast += n->kind() == prim::Enter ? 1 : -1;
     if (n->kind() == prim::CallMethod) {
       if (auto type = n->input(0)->type()->cast<c10::ClassType>()) {
         called.insert({type.get(), n->s(attr::name)});
-        if (autocast) in_autocast.insert({type.get(), n->s(attr::name)});
+        if (autocast > 0) in_autocast.insert({type.get(), n->s(attr::name)});
       }
     } else if (n->kind() == prim::CallFunction) {
-      if (auto graph = callee(n); graph && (autocast || functions.insert(graph.get()).second))
+      if (auto graph = callee(n); graph && (autocast > 0 || functions.insert(graph.get()).second))
         collect_calls(graph->block(), autocast, called, in_autocast, functions);
     }
     for (Block* b : n->blocks()) collect_calls(b, autocast, called, in_autocast, functions);
@@ -88,7 +88,7 @@ std::set<Method> reachable(std::set<Method> from) {
     if (!f) continue;
     std::set<Method> called, in_autocast;
     std::unordered_set<const Graph*> functions;
-    collect_calls(f->graph()->block(), false, called, in_autocast, functions);
+    collect_calls(f->graph()->block(), 0, called, in_autocast, functions);
     for (const Method& m : called)
       if (from.insert(m).second) todo.push_back(m);
   }
@@ -124,9 +124,10 @@ struct Result {
   MatchResult matched;                                           // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
   std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
-  std::unordered_set<const Scope*> around_unused;                // calls and branches around norms that nothing uses
+  std::unordered_set<const Scope*> around_unused;                // of norms that nothing uses, outside autocast blocks
   std::unordered_set<const Scope*> used;                         // where modules run again: used_calls()
   std::map<const Scope*, std::string> overwritten;               // where modules run again: overwritten_arguments()
+  std::map<std::pair<const Scope*, Node*>, bool> draws_again;    // where modules run again: drawing_inside()
   std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
   std::unordered_set<const Scope*> inlined;                      // around these calls
   std::vector<Found> allowed;                                    // of the matches, what is not left out
@@ -158,8 +159,8 @@ struct Selection {
   }
 };
 
-// What --module leaves out, and what is called inside an autocast block. A class has one body for all its instances:
-// all of them or none.
+// What the option `module` leaves out, and what is called inside an autocast block. A class has one body for all its
+// instances: all of them or none.
 LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& method, const Selection& selection) {
   if (selection.in_autocast.count(method))
     return {true, fmt::format("{} is called inside an autocast block of the model's own code, whose casts TorchScript "
@@ -253,7 +254,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
       if (GraphFunction* g = graph_function(f)) {
         std::set<Method> called;
         std::unordered_set<const Graph*> functions;
-        collect_calls(g->graph()->block(), false, called, s.in_autocast, functions);
+        collect_calls(g->graph()->block(), 0, called, s.in_autocast, functions);
       }
   s.in_autocast = reachable(s.in_autocast);
   return s;
@@ -277,6 +278,46 @@ Attributes attributes_of(std::vector<Module> instances) {
           }};
 }
 
+// The dropouts in modules that run again, and whether they draw when TorchScript differentiates all of the method,
+// which the rewritten module's own code does not show.
+std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(const Graph& graph, const ModuleClass& c,
+                                                              const Selection& selection, const Result& result,
+                                                              Scopes& scopes) {
+  View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
+  remove_dead_code(whole, UnusedNorms::stay);
+  const auto differentiated = differentiated_dropouts(whole);
+  std::map<std::pair<const Scope*, Node*>, bool> found;
+  for (const auto& [n, place] : whole.places) {
+    if (n->kind() != aten::dropout) continue;
+    for (const Scope* s = place.scope; s; s = s->parent)
+      if (s->of_module && result.used.count(s) && is_checkpointed(selection.checkpointed, c, s->path))
+        found[{place.scope, place.node}] = differentiated.count(n) > 0;
+  }
+  return found;
+}
+
+// The calls and branches that lead from one scope to another in it.
+std::vector<std::pair<Node*, int>> way_in(const Scope* from, const Scope* to) {
+  std::vector<std::pair<Node*, int>> way;
+  for (const Scope* s = to; s != from; s = s->parent) way.emplace_back(s->node, s->branch);
+  return way;
+}
+
+// A dropout in a module that runs again draws nothing for nothing where the caller's would not.
+void draw_as_callers(Results& results) {
+  for (const auto& [caller, result] : results)
+    for (const auto& [place, draws] : result.draws_again) {
+      if (draws) continue;
+      for (const Scope* s = place.first; s; s = s->parent) {
+        const auto callee = s->of_module ? results.find({s->type.get(), s->method}) : results.end();
+        if (callee == results.end()) continue;
+        for (Found& found : callee->second.matched.found)
+          for (const Place& p : found.nodes)
+            if (p.node == place.second && way_in(nullptr, p.scope) == way_in(s, place.first)) found.draws = false;
+      }
+    }
+}
+
 // The matches of one method, in a view of all that it calls.
 Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
                     Scopes& scopes) {
@@ -296,9 +337,10 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
   for (const Node* n : view.unused)
-    if (updates_statistics(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
+    if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);
   if (selection.options.runs_eagerly) return result;
+  if (!selection.checkpointed.empty()) result.draws_again = drawing_inside(graph, c, selection, result, scopes);
   const auto differentiated = differentiated_dropouts(view);
   for (Found& found : result.matched.found)
     for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
@@ -319,6 +361,7 @@ Results match(const Module& module, const Selection& selection, Scopes& scopes) 
       results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes));
     }
   }
+  draw_as_callers(results);
   return results;
 }
 
@@ -480,7 +523,7 @@ std::vector<Site> build(const Module& module, const Selection& selection, Scopes
   return sites;
 }
 
-// The nodes whose output backward makes again.
+// The nodes whose output backward recomputes.
 std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)

@@ -56,29 +56,65 @@ static std::vector<const Node*> path_of(const Place& place) {
   return path;
 }
 
-// The norms that are still there when the first call runs: what TorchScript does with a method's graph
-// (preoptimizeGraph in torch/csrc/jit/api/function_impl.cpp) and the profiling executor with that
-// (runProfilingInsensitiveOptimizations in torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
-static std::set<std::vector<const Node*>> run_by_torchscript(const Graph& source, const BodyOf& body_of) {
+namespace {
+
+using Way = std::vector<const Node*>;  // as path_of gives it
+
+// A function's code as its callers get it, and the ways to the norms in it.
+struct Preoptimized {
+  std::shared_ptr<Graph> graph;
+  std::map<const Node*, Way> ways;
+};
+
+// What TorchScript does with a function's graph (preoptimizeGraph in torch/csrc/jit/api/function_impl.cpp): the code of
+// its callees, done with in the same way, is put in, and all of it is simplified. What there was to simplify decides
+// whether it then drops norms that nothing uses.
+Preoptimized preoptimized(const Graph& source, const BodyOf& body_of) {
+  std::map<const Node*, Preoptimized> callees;
+  const auto body = [&](const Node* call) -> std::shared_ptr<Graph> {
+    const auto known = callees.find(call);
+    if (known != callees.end()) return known->second.graph;
+    const auto graph = body_of(call);
+    return graph ? callees.emplace(call, preoptimized(*graph, body_of)).first->second.graph : nullptr;
+  };
   Scopes scopes;
-  View view = copy_graph(
-      source, scopes, [](const Scope* s) { return s->branch < 0; }, body_of);
-  PeepholeOptimize(view.graph, /*disable_shape_peepholes=*/true);
-  ConstantPropagationImmutableTypes(view.graph);
-  ConstantPooling(view.graph);
-  EliminateDeadCode(view.graph);
-  DecomposeOps(view.graph);
-  ConstantPropagation(view.graph);
-  EliminateDeadCode(view.graph);
-  EliminateCommonSubexpression(view.graph);
-  ConstantPooling(view.graph);
-  PeepholeOptimize(view.graph);
-  EliminateDeadCode(view.graph);
-  LowerSimpleTuples(view.graph);
-  std::set<std::vector<const Node*>> paths;
-  for (const Node* n : norms_of(*view.graph))
-    if (const auto place = view.places.find(n); place != view.places.end()) paths.insert(path_of(place->second));
-  return paths;
+  const View view = copy_graph(
+      source, scopes, [](const Scope* s) { return s->branch < 0; }, body, /*exact=*/true);
+  std::map<const Node*, Way> ways;
+  for (const Node* n : norms_of(*view.graph)) {
+    const Place& place = view.places.at(n);
+    Way& way = ways[n];
+    way = {place.node};
+    if (!place.scope) continue;
+    way = callees.at(place.scope->node).ways.at(place.node);
+    way.push_back(place.scope->node);
+  }
+  std::shared_ptr<Graph> graph = view.graph;
+  PeepholeOptimize(graph, /*disable_shape_peepholes=*/true);
+  ConstantPropagationImmutableTypes(graph);
+  ConstantPooling(graph);
+  return {graph, std::move(ways)};
+}
+
+}  // namespace
+
+// The norms that are still there when the first call runs: after what the profiling executor does with a method's graph
+// (runProfilingInsensitiveOptimizations in torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
+static std::set<Way> run_by_torchscript(const Graph& source, const BodyOf& body_of) {
+  auto [graph, ways] = preoptimized(source, body_of);
+  EliminateDeadCode(graph);
+  DecomposeOps(graph);
+  ConstantPropagation(graph);
+  EliminateDeadCode(graph);
+  EliminateCommonSubexpression(graph);
+  ConstantPooling(graph);
+  PeepholeOptimize(graph);
+  EliminateDeadCode(graph);
+  LowerSimpleTuples(graph);
+  std::set<Way> left;
+  for (const Node* n : norms_of(*graph))
+    if (const auto way = ways.find(n); way != ways.end()) left.insert(way->second);
+  return left;
 }
 
 void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of) {

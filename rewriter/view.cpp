@@ -10,6 +10,7 @@
 
 #include <unordered_set>
 
+#include "rewriter/canonical.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/unused_norms.h"
@@ -44,6 +45,18 @@ std::string module_path_of(const Place& place) {
 }
 
 bool borders_autocast(const Node* n) { return borders(n, "autocast"); }
+
+bool inside_autocast(const Node* n) {
+  for (; n; n = n->owningBlock()->owningNode()) {
+    int blocks = 0;
+    for (const Node* before : n->owningBlock()->nodes()) {
+      if (before == n) break;
+      if (borders_autocast(before)) blocks += before->kind() == prim::Enter ? 1 : -1;
+    }
+    if (blocks > 0) return true;
+  }
+  return false;
+}
 
 bool borders_no_grad(const Node* n) { return borders(n, "torch.autograd.grad_mode.no_grad"); }
 
@@ -87,6 +100,7 @@ struct Copier {
   Scopes& scopes;
   const std::function<bool(const Scope*)>& inlines;
   const BodyOf& body_of;
+  const bool exact;
   std::unordered_map<const Value*, IValue> known;  // values of the copy that are constants, beyond prim::Constant
 
   using Map = std::unordered_map<const Value*, Value*>;
@@ -185,7 +199,7 @@ struct Copier {
         }
       }
     }
-    if (const auto dims = dims_of_convolution(n, map)) {
+    if (const auto dims = exact ? std::nullopt : dims_of_convolution(n, map)) {
       WithInsertPoint at_end(to);
       map[n->output()] = view.graph->insertConstant(*dims);
       return;
@@ -209,9 +223,9 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
-                const BodyOf& body_of) {
+                const BodyOf& body_of, bool exact) {
   View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}};
-  Copier copier{view, scopes, inlines, body_of, {}};
+  Copier copier{view, scopes, inlines, body_of, exact, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
   copier.copy_block(source.block(), view.graph->block(), map, nullptr);
@@ -240,12 +254,12 @@ static std::unordered_set<const Value*> all_values(Block* block) {
   return values;
 }
 
-// What a value is a view of, as far as schemas say so.
+// What a value is a view of, or may be, as far as operators take it first.
 static Value* viewed(Value* v) {
   while (true) {
     const FunctionSchema* schema = v->node()->maybeSchema();
     if (!schema || v->node()->inputs().empty() || v->offset() >= schema->returns().size() ||
-        !schema->returns()[v->offset()].alias_info())
+        (!schema->returns()[v->offset()].alias_info() && !may_give_its_argument(v->node())))
       return v;
     v = v->node()->input(0);
   }

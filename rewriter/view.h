@@ -74,12 +74,16 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
 std::shared_ptr<Graph> callee(const Node* call);
 using BodyOf = std::function<std::shared_ptr<Graph>(const Node* call)>;
 
-// Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents.
+// Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents. `exact`: all
+// else is as it was.
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
-                const BodyOf& body_of = callee);
+                const BodyOf& body_of = callee, bool exact = false);
 
 // Whether n begins or ends a `with autocast` block of the model's own code.
 bool borders_autocast(const Node* n);
+
+// Whether n is in such a block.
+bool inside_autocast(const Node* n);
 
 // Whether n begins or ends a `with torch.no_grad()` block.
 bool borders_no_grad(const Node* n);

@@ -172,3 +172,45 @@ def test_dtypes_of_the_original(files, level):
                 out.float().square().sum().backward()
             assert all((p.grad is None) == (q.grad is None) and (p.grad is None or p.grad.dtype == q.grad.dtype) for p, q in zip(a.parameters(), b.parameters()))
     assert not wrong, wrong
+
+
+class Nested(Layers):
+    """TorchScript inserts its casts in the whole outer block."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = torch.tanh(x * 2)
+            return F.relu(self.norm(self.conv(y)))
+
+
+class UnusedNested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.nested = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), Nested()
+
+    def forward(self, x):
+        y = self.conv(x)
+        unused = self.nested(y)
+        return F.relu(self.norm(y))
+
+
+@pytest.mark.parametrize("level", ["regions", "ops"])
+def test_nested_blocks_of_the_models_own(level, tmp_path):
+    torch.manual_seed(0)
+    torch.jit.script(UnusedNested().bfloat16()).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--level", level)
+    assert done.returncode == 0, done.stderr
+    stock, ours = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("original", "rewritten"))
+    assert "tsmem" in ours.code and "tsmem" not in ours.nested.code + ours.nested.conv.code + ours.nested.norm.code
+    for call in range(4):
+        x = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16)
+        results = []
+        for m in (stock, ours):
+            m.zero_grad()
+            y = m(x)
+            y.sum().backward()
+            results.append((y, [name for name, p in m.named_parameters() if p.grad is not None]))
+        (a, given), (b, ours_given) = results
+        torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
+        assert given == ours_given

@@ -3,7 +3,6 @@ import concurrent.futures
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TORCH = pathlib.Path(torch.__file__).parent
+PARTS = ["", "include", "ops", "tests/cuda"]
+LARGE = ["torch/csrc/jit/ir/ir.h", "torch/csrc/jit/api/module.h", "ATen/ATen.h"]  # seconds each to read, the largest first
 FOLDERS = ["cli", "include", "ops", "patterns", "rewriter", "tests/cuda"]
 
 
@@ -26,19 +27,63 @@ def test_includes_are_spelled_from_the_root(file):
         assert any((begin / name).is_file() for begin in begins), name
 
 
-def alone(header, folder):
-    """What the compiler says of a header by itself, "" where it takes it; of CUDA's with the device emulated. ccache makes it milliseconds where nothing has changed."""
-    compiler = [shutil.which("ccache")] if shutil.which("ccache") else []
-    includes = [f"-I{ROOT / part}" for part in ("", "include", "ops", "tests/cuda")] + [f"-isystem{TORCH / 'include'}", f"-isystem{TORCH / 'include/torch/csrc/api/include'}"]
-    command = [*compiler, "g++", "-std=c++20", "-O0", "-fPIC", "-DFMT_HEADER_ONLY=1", "-DTSMEM_EMULATE_CUDA", *includes]
-    output = folder / (str(header.relative_to(ROOT)).replace("/", "_") + ".o")
-    done = subprocess.run([*command, "-x", "c++", "-c", str(header), "-o", str(output)], capture_output=True, text=True, cwd=ROOT)
-    return done.stderr if done.returncode else ""
+def reached(path):
+    """The headers that this one includes, itself or by others of the tree, and itself: paths of the tree's, names of others."""
+    found, todo = set(), [path]
+    while todo:
+        header = todo.pop()
+        if header in found:
+            continue
+        found.add(header)
+        if isinstance(header, pathlib.Path):
+            names = re.findall(r'^#include [<"](.*)[>"]', header.read_text(), re.MULTILINE)
+            todo += [next((p for p in (ROOT / part / name for part in PARTS) if p.is_file()), name) for name in names]
+    return found
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_headers_stand_alone(folder, tmp_path):
-    headers = [p for p in files(".h") if str(p.relative_to(ROOT)).startswith(folder + "/")]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for header, said in zip(headers, pool.map(lambda h: alone(h, tmp_path), headers)):
-            assert not said, f"{header.relative_to(ROOT)} alone:\n{said}"
+def rows(headers):
+    """Lists of headers, each of which includes all those before it: compiled after them, it is given nothing that it does not include itself."""
+    reach = {header: reached(header) for header in headers}
+    lists = []
+    for header in sorted(headers, key=lambda h: len(reach[h])):
+        fitting = [row for row in lists if row[-1] in reach[header]]
+        if fitting:
+            max(fitting, key=lambda row: len(reach[row[-1]])).append(header)
+        else:
+            lists.append([header])
+    return [(row, next((name for name in LARGE if name in reach[row[0]]), None)) for row in lists]
+
+
+END = "the end of the headers"
+
+
+def compiled(source, *options):
+    """What the compiler says of a file, "" where it takes it, or gets as far as END. CUDA's device is emulated."""
+    includes = [f"-I{ROOT / part}" for part in PARTS] + [f"-isystem{TORCH / part}" for part in ("include", "include/torch/csrc/api/include")]
+    command = ["g++", "-std=c++20", "-O0", "-fPIC", "-DFMT_HEADER_ONLY=1", "-DTSMEM_EMULATE_CUDA", *includes, *options, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done.stderr if done.returncode and END not in done.stderr else ""
+
+
+def test_headers_stand_alone(tmp_path):
+    """One of torch's that a row includes anyway is read precompiled."""
+    whole = {name: tmp_path / f"{i}.h" for i, name in enumerate(LARGE)}
+    for name, path in whole.items():
+        path.write_text(f"#include <{name}>\n")
+
+    def check(i, row, large):
+        source = tmp_path / f"row{i}.cpp"
+        # An error that ends the compilation there: what would come is torch's templates, which take seconds.
+        source.write_text("".join(f'#include "{header}"\n' for header in row) + f'static_assert(false, "{END}");\n')
+        return compiled(source, "-fsyntax-only", "-Wfatal-errors", *(["-include", str(whole[large])] if large else []))
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            said = list(pool.map(lambda path: compiled(path, "-x", "c++-header", "-o", f"{path}.gch"), whole.values()))
+            assert not any(said), said
+            checks = [(row, pool.submit(check, i, row, large)) for i, (row, large) in enumerate(rows(files(".h")))]
+            for row, done in checks:
+                assert not done.result(), f"{', '.join(str(h.relative_to(ROOT)) for h in row)}:\n{done.result()}"
+    finally:
+        for path in whole.values():
+            pathlib.Path(f"{path}.gch").unlink(missing_ok=True)

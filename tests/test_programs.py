@@ -161,6 +161,59 @@ class WritesThroughAView(nn.Module):
         return a + z
 
 
+class Giver(nn.Module):
+    """Its argument or a view of it, which the operator's schema doesn't say; the linear layer's input is that, and it is overwritten later. PyTorch's own layer copies its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.conv(x)
+        y = self.linear(self.given(h).movedim(1, 3)).relu_()  # between what TorchScript doesn't differentiate by itself
+        h.view(2, 4, 64).sub_(0.5)
+        return y, h
+
+
+class DropoutGives(Giver):
+    def given(self, h: torch.Tensor):
+        return F.dropout(h, 0.3, self.training)
+
+
+class TypeAsGives(Giver):
+    def given(self, h: torch.Tensor):
+        return h.type_as(h)
+
+
+class EinsumGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.einsum("ncwh->nchw", h)
+
+
+class SumToSizeGives(Giver):
+    def given(self, h: torch.Tensor):
+        return h.sum_to_size(list(h.shape))
+
+
+class BroadcastGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.broadcast_tensors([h, h])[0]
+
+
+class ChunkGives(Giver):
+    def given(self, h: torch.Tensor):
+        return torch.unsafe_chunk(h, 1)[0]
+
+
+class OverwritesWhatASpelledOutGeluTakes(nn.Module):
+    """Neither the half of x nor its error function keeps x."""
+
+    def forward(self, x):
+        y = x * 0.5 * (1.0 + torch.erf(x / 1.4142135623730951))
+        x.transpose(0, 1).add_(0.5)
+        return y
+
+
 class SigmoidOfSum(nn.Module):
     def __init__(self):
         super().__init__()
@@ -589,6 +642,13 @@ PROGRAMS = [
     CallerWritesToAPieceLater,
     LoopWritesToAPiece,
     WritesThroughAView,
+    OverwritesWhatASpelledOutGeluTakes,
+    DropoutGives,
+    TypeAsGives,
+    EinsumGives,
+    SumToSizeGives,
+    BroadcastGives,
+    ChunkGives,
     CallerWritesToAResidualLater,
     UnusedDropout, DropoutInPlaceOfWhatIsUsed, DropoutInPlaceOfWhatIsNotUsed,
     DropoutBesideSqueeze,
@@ -682,13 +742,13 @@ class DropsForNothingAndViews(DropsForNothingBefore):
         return F.dropout(torch.log1p(x.abs()), 0.3, self.training), y
 
 
-@pytest.mark.parametrize("level", ["regions", "ops"])
+@pytest.mark.parametrize("options", [["--level", "regions"], ["--level", "ops"], ["--checkpoint", "layers"]])
 @pytest.mark.parametrize("program", [DropsForNothingBefore, DropsForNothingAndViews])
-def test_draws_behind_a_dropout_of_nothing(program, level, tmp_path):
+def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
     """They are those of the original's later calls."""
     torch.manual_seed(0)
     torch.jit.script(program()).save(str(tmp_path / "original.pt"))
-    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--level", level)
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", *options)
     assert done.returncode == 0, done.stderr
 
     def dropped(name):

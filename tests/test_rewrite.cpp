@@ -692,6 +692,43 @@ TEST(Regions, WhatIsMadeFromATensorThatIsWrittenToIsKept) {
   EXPECT_EQ(recompute, (std::vector<int64_t>{0, 1}));
 }
 
+// These may give their argument, or a view of it, and their schemas don't say so.
+TEST(Regions, SeesThroughWhatGivesItsArgument) {
+  for (const char* given : {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)",
+                            "torch.einsum('ncwh->nchw', [h])", "torch.sum_to_size(h, h.size())", "torch.atleast_3d(h)",
+                            "torch.broadcast_tensors([h, x])[0]", "torch.unsafe_chunk(h, 1)[0]",
+                            "torch.dropout(torch.type_as(h, x), 0.5, self.training).permute([0, 1, 3, 2])"}) {
+    Module linear = net(fmt::format(R"(
+    def forward(self, x):
+        h = torch.tanh(x)
+        y = torch.linear({}, self.conv.weight.flatten(1))
+        h.view([-1]).sub_(1.0)
+        return y, h
+    )",
+                                    given));
+    EXPECT_TRUE(refused(rewrite(linear, regions()), "linear", "later")) << given;
+    Module in_place = net(fmt::format(R"(
+    def forward(self, x):
+        h = self.conv.forward(x)
+        y = {}
+        return torch.relu_(h), y
+    )",
+                                      given));
+    EXPECT_TRUE(refused(rewrite(in_place, regions()), "activation", "uses too")) << given;
+  }
+}
+
+// Where it drops nothing, PyTorch's own gives a tensor of its own where it is differentiated.
+TEST(Regions, DoesNotTakeADropoutOfWhichAViewIsOverwritten) {
+  Module m = net(R"(
+    def forward(self, x):
+        y = torch.dropout(torch.tanh(x), 0.5, self.training)
+        y.view([-1]).sub_(1.0)
+        return y
+  )");
+  EXPECT_TRUE(refused(rewrite(m, regions()), "dropout", "it is overwritten"));
+}
+
 TEST(Regions, DoesNotTakeASumOfWhatIsNotMadeAgain) {
   Module m = net("def forward(self, x):\n    return self.conv.forward(x) + x\n");
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});

@@ -52,7 +52,7 @@ def test_with_an_input_bytes_are_measured(tmp_path):
     report, text = rewritten(tmp_path, Net(), "--input", SPEC)
     sizes = [s["bytes"] for s in report["stays"]]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) == report["saved"]["bytes"][1] < report["saved"]["bytes"][0]
-    assert "Kept for backward: " in text and "goes)" in text
+    assert "Saved for backward: " in text and "goes)" in text
     profiled = run("profile", tmp_path / "out.pt", "--input", SPEC, "--json", "-")
     assert json.loads(profiled.stdout)["saved_bytes"] == report["saved"]["bytes"][1]
     convolutions = {s["module"]: s for s in report["stays"] if s["op"] == "tsmem::conv2d"}
@@ -100,12 +100,12 @@ def test_under_no_grad_only_what_is_used_later_is_kept(tmp_path):
 def test_restore_and_quiet_say_nothing_of_it(tmp_path):
     model = save_net(tmp_path / "net.pt")
     assert run("rewrite", model, "-o", tmp_path / "a.pt", "-q").stdout == ""
-    assert "Kept for backward" not in run("rewrite", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--restore").stdout
+    assert "Saved for backward" not in run("rewrite", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--restore").stdout
 
 
 def test_a_dry_run_says_it_too(tmp_path):
     done = run("rewrite", save_net(tmp_path / "net.pt"), "--dry-run")
-    assert "Kept for backward, by the graph" in done.stdout
+    assert "Saved for backward, by the graph" in done.stdout
 
 
 def test_an_exported_program_knows_its_shapes(tmp_path):

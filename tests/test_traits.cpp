@@ -35,12 +35,11 @@ TEST(Traits, DecideWhatOffersToBeRecomputed) {
 
 TEST(RecomputeArgument, IsOneIntInSchemasAndWrittenFiles) {
   using tsmem::Recompute, tsmem::RecomputeArgument, tsmem::argument_of;
-  for (int64_t argument = -9; argument <= 9; ++argument)
-    EXPECT_EQ(RecomputeArgument::of(argument).argument(), argument);
+  for (int64_t argument = -9; argument <= 9; ++argument) EXPECT_EQ(RecomputeArgument(argument).argument(), argument);
   EXPECT_EQ(argument_of(Recompute::off), 0);
   EXPECT_EQ(argument_of(Recompute::shared), 1);
   EXPECT_EQ(argument_of(Recompute::each_time), 2);
   EXPECT_EQ(argument_of(Recompute::keep), -1);
-  const auto kept = RecomputeArgument::of(-7), recomputed = RecomputeArgument::of(7);
+  const auto kept = RecomputeArgument(-7), recomputed = RecomputeArgument(7);
   EXPECT_TRUE(kept.site == 5 && !kept.recomputes() && recomputed.site == 5 && recomputed.recomputes());
 }

@@ -278,6 +278,42 @@ TEST(Verify, DiscreteChoicesAreJudgedByTheFirstModelsOwnSpread) {
   EXPECT_GT(r.calls[0].reference_output[0], 1e-3);
 }
 
+// Steps that few elements are near: where one of them falls on the other side, the error of that call is large.
+TEST(Verify, AnUnstableModelIsNotBlamedForOneCall) {
+  const auto steps = with(kNet, "torch.tanh(y)", "torch.tanh(y) + torch.floor(torch.tanh(y.detach()) * 300)");
+  const auto other = net(with(steps, "torch.tanh(y.detach())", "((torch.sigmoid(y.detach() * 2) - 0.5) * 2)"));
+  const auto unstable = [](const VerifyResult& r) {
+    return std::any_of(r.notes.begin(), r.notes.end(),
+                       [](auto& n) { return n.find("differ in their last digits") != std::string::npos; });
+  };
+  auto o = quick();
+  int times = 0;
+  for (o.seed = 1; o.seed <= 30; ++o.seed) {
+    const auto r = verify(net(steps), other, image(), o);
+    EXPECT_TRUE(r.equal) << "seed " << o.seed << ": " << r.verdict;
+    times += unstable(r);
+  }
+  EXPECT_GT(times, 0);
+}
+
+TEST(Verify, AFaultOfOneCallInFloat32IsNoInstability) {
+  const auto counter = [](const std::string& source) {
+    Module m = net();
+    Module counting("Net");
+    counting.register_attribute("training", c10::BoolType::get(), true);
+    counting.register_attribute("count", c10::IntType::get(), 0);
+    for (const auto& p : m.named_parameters()) counting.register_parameter(p.name, p.value, false);
+    for (const auto& b : m.named_buffers()) counting.register_buffer(b.name, b.value);
+    counting.define(source);
+    return counting;
+  };
+  const auto counting = with(kNet, "  y = torch.conv2d", "  self.count = self.count + 1\n  y = torch.conv2d");
+  const auto third =
+      with(counting, "torch.tanh(y)", "torch.tanh(y * (1.001 if self.count == 3 and y.dtype == 6 else 1.0))");
+  EXPECT_TRUE(verify(counter(counting), counter(counting), image(), quick()).equal);
+  EXPECT_FALSE(verify(counter(counting), counter(third), image(), quick()).equal);
+}
+
 TEST(Verify, TheFirstModelsOwnCallsMayDiffer) {
   // Hardsigmoid's own backward has a sixth in float32, TorchScript's differentiation, which takes its place from the
   // second call on, in float64. It does not where the neighbour works in place.
@@ -368,19 +404,21 @@ TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
             "inputs given.");
 }
 
-// Tensors in lists have no smaller version, and are not compared twice.
-TEST(Verify, HurriedTakesListsAsTheyAre) {
+TEST(Verify, HurriedTakesFewerOfALists) {
   const auto source =
-      with(kNet, "def forward(self, x):", "def forward(self, xs: List[Tensor]):\n  x = torch.stack(xs)");
+      with(kNet, "def forward(self, x):", "def forward(self, xs: List[Tensor], n: int):\n  x = torch.stack(xs)");
   auto o = quick();
   o.calls = o.seeds = 0;
   o.seconds = 1e-3;
   const auto pixels = image()[0].toTensor();
   c10::List<at::Tensor> images;
   for (int64_t i = 0; i < pixels.size(0); ++i) images.push_back(pixels[i]);
-  const auto r = verify(net(source), net(source), std::vector<IValue>{IValue(images)}, o);
+  const auto r = verify(net(source), net(source), std::vector<IValue>{IValue(images), 3}, o);
   EXPECT_TRUE(r.equal) << r.verdict;
-  for (const auto& compared : r.compared) EXPECT_TRUE(compared.given);
+  ASSERT_FALSE(r.compared.empty());
+  EXPECT_LT(r.compared[0].inputs.size(), 4u);
+  EXPECT_EQ(r.compared[0].inputs[0], "3x8x8 float32");
+  EXPECT_TRUE(std::any_of(r.compared.begin(), r.compared.end(), [](const auto& c) { return c.given; }));
 }
 
 // A picture of its own size alone: what is behind the flattening has a fixed size.

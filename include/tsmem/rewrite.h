@@ -45,15 +45,15 @@ struct Refusal {
   bool shared_class = false;  // the module was asked for, and others of its class were not
 };
 
-// Modules of --checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that backward
-// makes again, and those that it makes them from, as Match::nodes are written.
+// Modules of the option checkpoint: kept and recomputed name the module's calls. Else: the outputs in one method that
+// backward recomputes, and those that it recomputes them from, as Match::nodes are written.
 struct Region {
   std::string module, method;
   std::vector<std::string> kept, recomputed;
-  bool whole = false;  // a module of --checkpoint
+  bool whole = false;  // a module of the option checkpoint
 };
 
-// An output that a plan may keep or make again.
+// An output that a plan may keep or recompute.
 struct Site {
   std::string module;     // path of the instance
   std::string attribute;  // its attribute, an integer: recomputed where it is positive

@@ -39,7 +39,7 @@ inline int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a +
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The first tap of a window that lies inside the map: where stock starts, and what stays if all values are -inf.
+// The first tap of a window that lies inside the map: where PyTorch starts, and what stays if all values are -inf.
 inline int64_t first_tap(int64_t start, int64_t dilation) { return start < 0 ? ceil_div(-start, dilation) : 0; }
 
 // Rows of the input that are worked on at once, with room for `elements` in scratch memory, at least `least`.
@@ -167,7 +167,7 @@ void pool_forward(const NormPoolArgs& a, int64_t p0, int64_t p1) {
           A* y = band.data + (k.offset - origin);
           affine(norm, r, k, x, y, a.rows);
           act_forward(y, k.n, norm.act);
-          if constexpr (sizeof(T) != sizeof(A)) {  // stock compares rounded values
+          if constexpr (sizeof(T) != sizeof(A)) {  // PyTorch compares rounded values
             T rounded[kChunk];
             narrow(y, rounded, k.n);
             widen(rounded, y, k.n);

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward(PoolArgs a) {
           affine(ch, v, v);
           act_octet(v, a.norm.act);
 #pragma unroll
-          for (int k = 0; k < width; ++k) v[k] = rounded<T>(v[k]);  // stock compares rounded values
+          for (int k = 0; k < width; ++k) v[k] = rounded<T>(v[k]);  // PyTorch compares rounded values
         }
         const int64_t position = (kd * a.h.window + kh) * a.w.window + kw;
 #pragma unroll

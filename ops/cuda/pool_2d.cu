@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_2d(Pool2d a) {
     Own::numbers(kept, v);
 #pragma unroll
     for (int k = 0; k < width; ++k) {
-      if constexpr (norm) {  // stock compares rounded values
+      if constexpr (norm) {  // PyTorch compares rounded values
         v[k] = Math::relu_of(fma_of(v[k] - ch[k].mean, ch[k].scale, ch[k].bias));
         v[k] = rounded<T>(v[k]);
       }

@@ -233,7 +233,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     options = dict(kwargs.get("options") or {})
     strict = options.pop("strict", False)
     if kwargs.get("mode") not in (None, "default"):
-        raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", 2)
+        raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", "request")
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
     function = _transforms(gm)
@@ -241,15 +241,15 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
     parts = [] if function else _parts(gm)
     if "budget" in options and len(parts) > 1:
-        raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", 2)
+        raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
     said = [f"{function} of torch.func is in it, so it runs as it is"] if function else []
-    failed: Optional[Exception] = Error(said[0], 2) if function else None
+    failed: Optional[Exception] = Error(said[0], "request") if function else None
     whole: Any = gm
     for name, child in parts:
         try:
             new = _Rewritten(child, inputs, casts_stay, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
-            if isinstance(error, Error) and error.exit_code in (2, 4):
+            if isinstance(error, Error) and error.kind in ("request", "budget"):
                 raise
             failed = error
             said.append(f"runs as it is: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
@@ -260,7 +260,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         else:
             setattr(gm, name, new)
     if failed is not None and strict:
-        raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "exit_code", 3)) from failed
+        raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "kind", "input")) from failed
     level = logging.WARNING if failed is not None else logging.INFO
     log.log(level, "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
     return whole.forward

@@ -1,6 +1,10 @@
 class Error(RuntimeError):
-    """What tsmem raises: one sentence that says what is wrong. `exit_code` is the command line tool's, where it was called."""
+    """What tsmem raises: one sentence that says what is wrong.
 
-    def __init__(self, sentence: str, exit_code: int = 3):
+    `kind` is "request" (what was asked for can't be done with this model), "input" (a model, file or argument that can't be read or run, or a
+    library that is missing), "budget" (no plan needs as little memory), "different" (a verification failed) or "bug" (of tsmem).
+    """
+
+    def __init__(self, sentence: str, kind: str = "input"):
         super().__init__(sentence)
-        self.exit_code = exit_code
+        self.kind = kind

@@ -12,7 +12,6 @@ from ._error import Error
 from ._exported import rewritten_program
 from ._library import library_path
 
-_EXIT_CODES = {"different": 1, "request": 2, "input": 3, "budget": 4, "bug": 70}
 Report = Dict[str, Any]
 
 
@@ -40,7 +39,7 @@ def _scripted(module: Any) -> Any:
     raise Error(
         f"{what} was given; tsmem takes TorchScript and programs of torch.export: "
         "pass torch.jit.script(model), or torch.export.export(model, examples).",
-        2,
+        "request",
     )
 
 
@@ -55,13 +54,13 @@ def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:
     try:
         return examples, json.dumps(options, default=list)
     except TypeError as error:
-        raise Error(f"an option has a value of a type that it can't have: {error}.", 2) from None
+        raise Error(f"an option has a value of a type that it can't have: {error}.", "request") from None
 
 
 def read_report(text: str) -> Any:
     report = json.loads(text)
     if isinstance(report, dict) and "error" in report and "kind" in report:
-        raise Error(report["error"], _EXIT_CODES[report["kind"]])
+        raise Error(report["error"], report["kind"])
     return report
 
 
@@ -73,7 +72,7 @@ def call_library(name: str, *arguments: Any) -> Any:
         except RuntimeError as error:
             if "Expected" not in str(error) and "type" not in str(error):
                 raise
-            raise Error(f"the example arguments can't be handed to TorchScript: {str(error).splitlines()[0]}", 2) from None
+            raise Error(f"the example arguments can't be handed to TorchScript: {str(error).splitlines()[0]}", "request") from None
 
 
 def _wrapped(module: Any) -> torch.jit.ScriptModule:
@@ -91,7 +90,7 @@ def rewrite(module: Any, **options: Any) -> Any:
     verified too.
 
     Make the optimizer from the new module's parameters. Parameters, buffers, their devices, requires_grad and the training flags are the
-    module's. Raises tsmem.Error with one sentence; its `exit_code` is the tool's.
+    module's. Raises tsmem.Error with one sentence; its `kind` says what kind of fault it is.
     """
     examples, text = split_options(options)
     if isinstance(module, torch.export.ExportedProgram):

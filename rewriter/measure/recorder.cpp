@@ -63,7 +63,7 @@ class Recorder : public AllocatorListener {
     if (!backward_done_) seen.events.push_back({{seconds_since(start_), bytes, backward_, "", ""}, index});
   }
 
-  // Ends the forward phase; `exclude`: storages that are not kept for backward (outputs, attributes of the module).
+  // Ends the forward phase; `exclude`: storages that are not saved for backward (outputs, attributes of the module).
   void forward_done(const std::unordered_set<const void*>& exclude) {
     std::lock_guard lock(mutex_);
     backward_ = true;

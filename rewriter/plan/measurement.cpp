@@ -187,7 +187,7 @@ void TrialStep::choose(const std::vector<bool>& recomputed) {
   for (size_t s = 0; s < sites.size(); ++s)
     owners[s].setattr(
         sites[s].attribute,
-        RecomputeArgument{recomputed[s] ? Recompute::each_time : Recompute::keep, static_cast<int64_t>(s)}.argument());
+        RecomputeArgument(recomputed[s] ? Recompute::each_time : Recompute::keep, static_cast<int64_t>(s)).argument());
 }
 
 Measurement measure(TrialStep& rewritten, TrainingStep& original, const MeasurementOptions& options) {

@@ -25,7 +25,7 @@ int64_t parse_size(const std::string& text, const std::string& option, int64_t w
                                                       {"TiB", 1024. * (1 << 30)},
                                                       {"TB", 1e12}};
   const auto wrong = [&] {
-    return Error(ErrorKind::request, fmt::format("{} '{}' is no size: write 2GiB, 1500MiB, bytes{}.", option, text,
+    return Error(ErrorKind::request, fmt::format("{} '{}' is not a size: write 2GiB, 1500MiB, bytes{}.", option, text,
                                                  whole > 0 ? ", or 40% of the original's" : ""));
   };
   size_t end = 0;

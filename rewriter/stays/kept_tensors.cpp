@@ -220,13 +220,12 @@ class KeptTensors {
     const auto index = schema->argumentIndexWithName("recompute");
     if (!index || static_cast<size_t>(*index) >= n->inputs().size()) return false;
     const Value* argument = n->input(*index);
-    if (const auto constant = toIValue(argument)) return RecomputeArgument::of(constant->toInt()).recomputes();
+    if (const auto constant = toIValue(argument)) return RecomputeArgument(constant->toInt()).recomputes();
     const auto path = attribute_path(argument);
     if (!path) return false;
     const Module owner = submodule(module_, parent_path(*path));
     const std::string name = path->substr(path->rfind('.') + 1);
-    return owner.hasattr(name) && owner.attr(name).isInt() &&
-           RecomputeArgument::of(owner.attr(name).toInt()).recomputes();
+    return owner.hasattr(name) && owner.attr(name).isInt() && RecomputeArgument(owner.attr(name).toInt()).recomputes();
   }
 
   std::unordered_set<const Value*> kept_;

@@ -43,37 +43,41 @@ double Verifier::deadline(Mode mode, bool given) const {
   return elapsed() + share * std::max(0.0, left() - kept);
 }
 
-bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
-  const auto& run = at.run;
-  const double end = deadline(mode, at.given);
+std::optional<Outcome> Verifier::settle_own(Mode mode, const Start& at, Module& a) {
   // Once more after the runs that chose the inputs. Where little time is left, only for what draws random numbers.
-  const bool settles = unhurried() || 25 * at.first.seconds < left() || code_.dropout || draws(at.first, options_.seed);
-  const Outcome settled = settles ? settle(a, run, at.inputs, whole_ ? 3 : 1) : Outcome();
+  if (!unhurried() && 25 * at.first.seconds >= left() && !code_.dropout && !draws(at.first, options_.seed)) return {};
+  Outcome settled = settle(a, at.run, at.inputs, whole_ ? 3 : 1);
   if (!settled.error.empty())
     throw Error(ErrorKind::input, fmt::format("The first model's {} fails {} on a later call: {}", options_.method,
                                               in_mode(mode), settled.error));
-  const bool again = kept_[1][0].has_value() && !whole_;
-  Module &a64 = runs_in(a_, mode, true), &b64 = runs_in(b_, mode, true);
-  std::vector<std::unique_ptr<StateGuard>> guards;
-  for (Module* m : {&a, &b, &a64, &b64})
-    guards.push_back(std::make_unique<StateGuard>(*m, m == &a || m == &a64 ? &a_ : &b_));
-  bool f64 = true;
-  const auto narrow = [&](const std::string& raised) {
-    f64 = false;
-    note(fmt::format("The first model does not run in float64 {}, so errors were compared with its own spread: {}",
-                     in_mode(mode), raised));
-  };
-  if (mode == Mode::no_grad && !unhurried() && 0.5 * iteration_ > left()) {
-    f64 = false;  // what backward rests on has been compared in float64
-  } else if (auto out = settles ? settle(a64, run, in_double(at.inputs), again ? 1 : 3, &settled) : Outcome();
-             !out.error.empty()) {
-    narrow(out.error);
-  }
+  return settled;
+}
 
-  std::vector<double> ratios[3];
-  double f64_worst = 0;
-  Errors direct, reference;  // B's worst against A, and against A in float64
-  int worst_call = 0, worst_f64_call = 0;
+void Verifier::settle_double(Comparison& now, const std::optional<Outcome>& settled, bool again) {
+  if (now.mode == Mode::no_grad && !unhurried() && 0.5 * iteration_ > left()) {
+    now.f64 = false;  // what backward rests on has been compared in float64
+  } else if (settled) {
+    const Outcome out = settle(now.a64, now.at.run, in_double(now.at.inputs), again ? 1 : 3, &*settled);
+    if (!out.error.empty()) leave_out_double(now, out.error);
+  }
+}
+
+void Verifier::leave_out_double(Comparison& now, const std::string& raised) {
+  now.f64 = false;
+  note(fmt::format("The first model does not run in float64 {}, so errors were compared with its own spread: {}",
+                   in_mode(now.mode), raised));
+}
+
+bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
+  const double end = deadline(mode, at.given);
+  const std::optional<Outcome> settled = settle_own(mode, at, a);
+  const bool again = kept_[1][0].has_value() && !whole_;
+  Comparison now{mode, at, a, b, runs_in(a_, mode, true), runs_in(b_, mode, true)};
+  std::vector<std::unique_ptr<StateGuard>> guards;
+  for (Module* m : {&now.a, &now.b, &now.a64, &now.b64})
+    guards.push_back(std::make_unique<StateGuard>(*m, m == &now.a || m == &now.a64 ? &a_ : &b_));
+  settle_double(now, settled, again);
+
   Compared compared{name_of(mode), at.given, described(at.inputs), 0, {own_dtype_}};
   const int reported = options_.calls > 0 ? options_.calls : 4;
   const bool more = mode != Mode::no_grad && (whole_ || options_.seeds > 0);
@@ -84,85 +88,96 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
     const double began = elapsed();
     part_ = static_cast<double>(c) / runs;
     say(fmt::format("{}: call {} of {}", name_of(mode), c + 1, runs));
-    auto seed = options_.seed + static_cast<uint64_t>(c);
-    auto inputs = vary(at.inputs, c, std::ldexp(1.0, -10), options_.seed);
-    auto ra = run(a, inputs, seed), rb = run(b, inputs, seed);
-    if (!ra.error.empty())
-      throw Error(ErrorKind::input, fmt::format("The first model's {} fails on call {} {}: {}", options_.method, c + 1,
-                                                in_mode(mode), ra.error));
-    if (!rb.error.empty()) {
-      raises(fmt::format("The second model's {} fails on call {} {}, where the first model's does not: {}",
-                         options_.method, c + 1, in_mode(mode), rb.error));
-      return false;
-    }
-    compare_sides(ra, rb, mode);
-    auto wide = in_double(inputs);
-    Outcome da, db;
-    if (f64) {
-      da = run(a64, wide, seed);
-      if (!da.error.empty() && c == 0)
-        narrow(da.error);
-      else if (!da.error.empty())
-        throw Error(ErrorKind::input, fmt::format("The first model's {} fails in float64 on call {} {}: {}",
-                                                  options_.method, c + 1, in_mode(mode), da.error));
-    }
-    const bool drawn_alike = same_random(ra, rb);
-    if (!drawn_alike && !f64) {
-      if (draws_by_rounding(mode, at))
-        note(fmt::format(
-            "How many random numbers are drawn depends on rounding {}: the first model's own draws differ too.",
-            in_mode(mode)));
-      else
-        differs(fmt::format(
-            "The random generator is in another state after call {} {}: the models draw random numbers differently.",
-            c + 1, in_mode(mode)));
-    }
-    auto e = errors(rb, ra);
-    if (!f64 && e.worst() > direct.worst()) worst_call = c;
-    direct.add(e);
-    CallResult call{name_of(mode), e.output, e.gradient, e.buffer, kNaN, {kNaN, kNaN}, {kNaN, kNaN}, {kNaN, kNaN}};
-    if (f64) {
-      const auto ea = errors(ra, da), eb = errors(rb, da);
-      ra = rb = Outcome();  // a large model's gradients are large too
-      db = run(b64, wide, seed);
-      if (!db.error.empty()) {
-        raises(
-            fmt::format("The second model's {} fails in float64 on call {} {}, where the first model's does not: "
-                        "{}",
-                        options_.method, c + 1, in_mode(mode), db.error));
-        return false;
-      }
-      if (!same_random(da, db))
-        differs(
-            fmt::format("The random generator is in another state after call {} {} in float64: the models draw "
-                        "random numbers differently.",
-                        c + 1, in_mode(mode)));
-      else if (!drawn_alike)  // a detector samples among the boxes it has found
-        note(fmt::format("How many random numbers are drawn depends on rounding {}: in float64 both draw the same.",
-                         in_mode(mode)));
-      call.f64_error = errors(db, da).worst();
-      if (call.f64_error > f64_worst) worst_f64_call = c;
-      f64_worst = std::max(f64_worst, call.f64_error);
-      if (eb.worst() > reference.worst()) worst_call = c;
-      reference.add(eb);
-      double pairs[3][2] = {{ea.output, eb.output}, {ea.gradient, eb.gradient}, {ea.buffer, eb.buffer}};
-      for (int k : {0, 1}) {
-        call.reference_output[k] = pairs[0][k];
-        call.reference_gradient[k] = pairs[1][k];
-        call.reference_buffer[k] = pairs[2][k];
-      }
-      for (int q = 0; q < 3; ++q) ratios[q].push_back(ratio(pairs[q][0], pairs[q][1]));
-    }
-    if (c < reported) r_.calls.push_back(call);
+    const std::optional<CallResult> call = compare_call(now, c);
+    if (!call) return false;
+    if (c < reported) r_.calls.push_back(*call);
     ++compared.calls;
     iteration_ = elapsed() - began;
   }
-  if (f64 && own_dtype_ != "float64") compared.dtypes.emplace_back("float64");
-  add(std::move(compared), direct);
+  if (now.f64 && own_dtype_ != "float64") compared.dtypes.emplace_back("float64");
+  add(std::move(compared), now.direct);
   compare_dtypes(mode);
   guards.clear();
-  judge(mode, at, f64, f64_worst, f64 ? reference : direct, {worst_call, worst_f64_call}, ratios);
+  judge(mode, at, now.f64, now.f64_worst, now.f64 ? now.reference : now.direct, {now.worst_call, now.worst_f64_call},
+        now.ratios);
   return true;
+}
+
+std::optional<CallResult> Verifier::compare_call(Comparison& now, int c) {
+  const Mode mode = now.mode;
+  const auto seed = options_.seed + static_cast<uint64_t>(c);
+  const auto inputs = vary(now.at.inputs, c, std::ldexp(1.0, -10), options_.seed);
+  Outcome ra = now.at.run(now.a, inputs, seed), rb = now.at.run(now.b, inputs, seed);
+  if (!ra.error.empty())
+    throw Error(ErrorKind::input, fmt::format("The first model's {} fails on call {} {}: {}", options_.method, c + 1,
+                                              in_mode(mode), ra.error));
+  if (!rb.error.empty()) {
+    raises(fmt::format("The second model's {} fails on call {} {}, where the first model's does not: {}",
+                       options_.method, c + 1, in_mode(mode), rb.error));
+    return {};
+  }
+  compare_sides(ra, rb, mode);
+  const auto wide = in_double(inputs);
+  Outcome da;
+  if (now.f64) {
+    da = now.at.run(now.a64, wide, seed);
+    if (!da.error.empty() && c == 0)
+      leave_out_double(now, da.error);
+    else if (!da.error.empty())
+      throw Error(ErrorKind::input, fmt::format("The first model's {} fails in float64 on call {} {}: {}",
+                                                options_.method, c + 1, in_mode(mode), da.error));
+  }
+  const bool drawn_alike = same_random(ra, rb);
+  if (!drawn_alike && !now.f64) {
+    if (draws_by_rounding(mode, now.at))
+      note(fmt::format(
+          "How many random numbers are drawn depends on rounding {}: the first model's own draws differ too.",
+          in_mode(mode)));
+    else
+      differs(fmt::format(
+          "The random generator is in another state after call {} {}: the models draw random numbers differently.",
+          c + 1, in_mode(mode)));
+  }
+  const auto e = errors(rb, ra);
+  if (!now.f64 && e.worst() > now.direct.worst()) now.worst_call = c;
+  now.direct.add(e);
+  CallResult call{name_of(mode), e.output, e.gradient, e.buffer, kNaN, {kNaN, kNaN}, {kNaN, kNaN}, {kNaN, kNaN}};
+  if (!now.f64) return call;
+
+  const Errors ea = errors(ra, da), eb = errors(rb, da);
+  ra = rb = Outcome();  // a large model's gradients are large too
+  const Outcome db = now.at.run(now.b64, wide, seed);
+  if (!db.error.empty()) {
+    raises(fmt::format("The second model's {} fails in float64 on call {} {}, where the first model's does not: {}",
+                       options_.method, c + 1, in_mode(mode), db.error));
+    return {};
+  }
+  if (!same_random(da, db))
+    differs(
+        fmt::format("The random generator is in another state after call {} {} in float64: the models draw "
+                    "random numbers differently.",
+                    c + 1, in_mode(mode)));
+  else if (!drawn_alike)  // a detector samples among the boxes it has found
+    note(fmt::format("How many random numbers are drawn depends on rounding {}: in float64 both draw the same.",
+                     in_mode(mode)));
+  add_double(now, c, call, errors(db, da).worst(), ea, eb);
+  return call;
+}
+
+void Verifier::add_double(Comparison& now, int c, CallResult& call, double f64_error, const Errors& ea,
+                          const Errors& eb) {
+  call.f64_error = f64_error;
+  if (f64_error > now.f64_worst) now.worst_f64_call = c;
+  now.f64_worst = std::max(now.f64_worst, f64_error);
+  if (eb.worst() > now.reference.worst()) now.worst_call = c;
+  now.reference.add(eb);
+  const double pairs[3][2] = {{ea.output, eb.output}, {ea.gradient, eb.gradient}, {ea.buffer, eb.buffer}};
+  for (int k : {0, 1}) {
+    call.reference_output[k] = pairs[0][k];
+    call.reference_gradient[k] = pairs[1][k];
+    call.reference_buffer[k] = pairs[2][k];
+  }
+  for (int q = 0; q < 3; ++q) now.ratios[q].push_back(ratio(pairs[q][0], pairs[q][1]));
 }
 
 void Verifier::add(Compared compared, const Errors& e) {

@@ -52,7 +52,6 @@ Start Verifier::choose(Module& a, Mode mode) {
 
 Start Verifier::choose_smaller(Module& a, Mode mode, const Start& given) {
   Start chosen = given;
-  // Tensors in lists, as detectors take them, are not made smaller.
   const auto is_smaller = [](const std::vector<IValue>& inputs, const std::vector<IValue>& than) {
     return described(inputs) != described(than);
   };
@@ -89,12 +88,14 @@ bool Verifier::says_as_much(const Start& s, const Start& given) {
   if (!all_finite(s.first) && all_finite(given.first)) return false;
   for (const auto& v : s.first.outputs)
     if (v.value.numel() == 0) return false;
-  std::set<std::string> reached;
+  std::set<std::string> reached, named;  // of a shorter list there are fewer inputs
   const auto nonzero = [](const Named& g) { return g.value.defined() && size_of(g) > 0; };
-  for (const auto& g : s.first.gradients)
+  for (const auto& g : s.first.gradients) {
+    named.insert(g.name);
     if (nonzero(g)) reached.insert(g.name);
+  }
   return std::all_of(given.first.gradients.begin(), given.first.gradients.end(),
-                     [&](const Named& g) { return !nonzero(g) || reached.count(g.name); });
+                     [&](const Named& g) { return !nonzero(g) || reached.count(g.name) || !named.count(g.name); });
 }
 
 }  // namespace tsmem

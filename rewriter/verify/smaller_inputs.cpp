@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "rewriter/inputs.h"
+
 #include <limits>
 
 namespace tsmem {
@@ -12,18 +14,31 @@ constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
 int64_t elements(const std::vector<c10::IValue>& inputs) {
   int64_t n = 0;
   for (const auto& v : inputs)
-    if (v.isTensor()) n += v.toTensor().numel();
+    for (const auto& t : all_tensors(v)) n += t.numel();
   return n;
 }
+
+// How many tensors, or dictionaries of these, a list holds; 0: it is none, or holds others.
+int64_t examples(const c10::IValue& v) { return v.isList() && !all_tensors(v).empty() ? v.toListRef().size() : 0; }
 
 }  // namespace
 
 std::vector<c10::IValue> smaller_inputs(const std::vector<c10::IValue>& inputs, int64_t rows, int64_t side) {
   int64_t given = -1;
-  for (const auto& v : inputs)
+  int64_t listed = 0;
+  for (const auto& v : inputs) {
     if (given < 0 && v.isTensor() && v.toTensor().dim() > 0) given = v.toTensor().size(0);
+    if (!listed) listed = examples(v);
+  }
   std::vector<c10::IValue> out;
   for (const auto& v : inputs) {
+    if (listed > rows && examples(v) == listed) {
+      const auto all = v.toList();
+      c10::impl::GenericList first(all.elementType());
+      for (int64_t i = 0; i < rows; ++i) first.push_back(all.get(i));
+      out.emplace_back(std::move(first));
+      continue;
+    }
     if (!v.isTensor()) {
       out.push_back(v);
       continue;

@@ -43,6 +43,18 @@ struct Start {
   std::string without_input_grad;  // why inputs can't need a gradient, where that is so
 };
 
+// The calls of a mode: both models in their own dtype and in float64, and what was found so far.
+struct Comparison {
+  Mode mode;
+  const Start& at;
+  Module &a, &b, &a64, &b64;
+  bool f64 = true;                     // float64 is compared
+  Errors direct = {}, reference = {};  // B's worst against A, and against A in float64
+  double f64_worst = 0;
+  int worst_call = 0, worst_f64_call = 0;
+  std::vector<double> ratios[3] = {};  // of outputs, gradients and buffers
+};
+
 // Medians over the seeds of B's errors and of the worst of A's own runs with other rounding, and the worst of those.
 struct Spread {
   Errors second, own, worst;
@@ -106,6 +118,15 @@ class Verifier {
   double deadline(Mode mode, bool given) const;
   // The calls of a mode, in float64 too. False where B raises.
   bool compare(Mode mode, const Start& at, Module& a, Module& b);
+  // A's run before the calls that are compared, where there is time for one, in its own dtype and in float64. `again`:
+  // another mode has run in float64.
+  std::optional<Outcome> settle_own(Mode mode, const Start& at, Module& a);
+  void settle_double(Comparison& now, const std::optional<Outcome>& settled, bool again);
+  void leave_out_double(Comparison& now, const std::string& raised);
+  // Call number c of both; nothing where B raises.
+  std::optional<CallResult> compare_call(Comparison& now, int c);
+  // What float64 says of a call: B's error in it, and the errors of A and B in their own dtype against A in it.
+  void add_double(Comparison& now, int c, CallResult& call, double f64_error, const Errors& ea, const Errors& eb);
   void add(Compared compared, const Errors& e);
   // Further calls of both after those on smaller inputs: in their own dtype on the inputs given, whose size may take
   // other paths through kernels. One at least in the first mode.
@@ -127,6 +148,10 @@ class Verifier {
   // there, else against A.
   void judge(Mode mode, const Start& at, bool f64, double f64_worst, const Errors& worst,
              std::pair<int, int> worst_call, std::vector<double> (&ratios)[3]);
+  // Of a call in which B is further from float64 than A's own runs: whether that is the chance of rounding. A model
+  // that magnifies rounding errors does so on some inputs and not on others: then A's own errors are as large on inputs
+  // that differ from these in their last digits, or B's are and the medians of both are alike.
+  bool unstable(Mode mode, const Start& at, int call, const Errors& worst);
   // Whether the first model draws otherwise with inputs that differ in their last digit, or with another thread count:
   // as a detector that samples among the boxes it has found.
   bool draws_by_rounding(Mode mode, const Start& at);

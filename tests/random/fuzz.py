@@ -222,7 +222,7 @@ def main() -> int:
     try:
         first, last = (int(x) for x in o.seeds.split(":"))
     except ValueError:
-        parser.error(f"'{o.seeds}' is no range of seeds: write 0:1000.")
+        parser.error(f"'{o.seeds}' is not a range of seeds: write 0:1000.")
     if not os.path.exists(check.TOOL):
         parser.error(f"{check.TOOL} is not built: make build.")
     return 1 if run(first, last, o.keep, not o.no_reduce, o.levels.split(",") if o.levels else None, o.most) else 0
