@@ -45,6 +45,9 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_prelu_cpu(m);
   register_rrelu(m);
   register_rms_norm(m);
+  register_rnn(m);
+  register_rnn_cpu(m);
+  register_rnn_meta(m);
   register_scale_grad_cpu(m);
   register_shape_ops(m);
   register_vmap(m);  // last: it names the others' schemas

@@ -32,6 +32,7 @@ const std::vector<Pattern>& all_patterns() {
       add(),
       mul(),
       attention(),
+      rnn(),
       softmax(),
       copies(),
       pointwise(),

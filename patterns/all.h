@@ -29,6 +29,7 @@ Pattern cat();
 Pattern add();
 Pattern attention();
 Pattern copies();
+Pattern rnn();
 Pattern softmax();
 Pattern mul();
 Pattern pointwise();

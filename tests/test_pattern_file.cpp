@@ -209,7 +209,7 @@ TEST(PatternFile, SaysWhereAFaultIsAndWhatWasExpected) {
        "6:27: mine::add_relu is put where %s was made, and %y may not be there yet"},
       {m + "rewrite\n  %z = relu(%z)\n", "6:13: %z is made inside match, and no line of rewrite before this one"},
       // Lists of words.
-      {m + r + "keeps %q\n", "7:7: %q is no input of match"},
+      {m + r + "keeps %q\n", "7:7: %q is no value of match"},
       {m + r + "keeps %x, y\n", "7:11: expected values such as %x after keeps, with commas between them"},
       {m + r + "keeps %x %y\n", "7:7: expected values such as %x after keeps, with commas between them"},
       {m + r + "shared %s\n", "7:8: %s is no value that both match and rewrite make"},

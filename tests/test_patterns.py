@@ -84,6 +84,17 @@ class Upsampled(nn.Module):
         return nn.functional.avg_pool2d(self.conv(y), 2)
 
 
+class Recurrent(nn.Module):
+    """An image's rows, one after the other."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x.flatten(1, 2))[0]
+
+
 def two(layer):
     return nn.Sequential(layer(), layer())
 
@@ -112,6 +123,9 @@ MODELS = {
     "addmm": lambda: two(lambda: nn.Sequential(nn.LayerNorm(32), Conv1d(32, 32))),
     "composed-activation": lambda: two(lambda: nn.Sequential(Conv1d(32, 32), NewGelu())),
     "rms-norm": lambda: two(lambda: nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))),
+    "rnn lstm": lambda: Recurrent(nn.LSTM(32, 24, 2, batch_first=True, dropout=0.2, bidirectional=True)),
+    "rnn gru": lambda: Recurrent(nn.GRU(32, 24, 2, batch_first=True)),
+    "rnn tanh": lambda: Recurrent(nn.RNN(32, 24, 2, batch_first=True)),
     "attention with dropout": lambda: two(lambda: nn.Sequential(nn.Linear(32, 32), Heads())),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
@@ -122,6 +136,7 @@ LIMITS = {
     "pointwise": (0.40, 0.40), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
     "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "attention with dropout": (0.50, 0.50),
+    "rnn lstm": (0.30, 0.30), "rnn gru": (0.30, 0.30), "rnn tanh": (0.30, 0.55),
 }
 
 

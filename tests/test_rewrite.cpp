@@ -1040,3 +1040,79 @@ TEST(Rewrite, RmsNorm) {
   EXPECT_TRUE(matched(rewrite(m, o), "rms-norm"));
   expect_same_numbers(original, m, image());
 }
+
+namespace {
+
+// A layer of a recurrent network, its operator called with `arguments`, among them w: its weights.
+Module recurrent(const std::string& op, const std::string& arguments, const std::string& rest) {
+  const int64_t gates = op == "lstm" ? 4 : op == "gru" ? 3 : 1;
+  Module m = module("Recurrent");
+  m.register_parameter("w_ih", at::randn({gates * 6, 7}) * 0.4, false);
+  m.register_parameter("w_hh", at::randn({gates * 6, 6}) * 0.4, false);
+  m.register_parameter("b_ih", at::randn({gates * 6}), false);
+  m.register_parameter("b_hh", at::randn({gates * 6}), false);
+  m.define(
+      "def forward(self, x):\n    w = [self.w_ih, self.w_hh, self.b_ih, self.b_hh]\n    x = x * 1.5\n" +
+      std::string("    h0 = torch.zeros([1, 3, 6], dtype=x.dtype)\n    sizes = torch.tensor([3, 3, 1])\n    y, h") +
+      (op == "lstm" ? ", c" : "") + " = torch." + op + "(" + arguments + ")\n" + rest);
+  return m;
+}
+std::string recurrent_arguments(const std::string& op, const std::string& dropout = "0.3") {
+  const std::string states = op == "lstm" ? "[h0, h0]" : "h0";
+  return "x, " + states + ", w, True, 1, " + dropout + ", self.training, False, True";
+}
+
+}  // namespace
+
+TEST(Rewrite, RecurrentNetworks) {
+  for (const std::string op : {"lstm", "gru", "rnn_tanh", "rnn_relu"})
+    for (const bool packed : {false, true}) {
+      SCOPED_TRACE(op + (packed ? ", packed" : ""));
+      const std::string states = op == "lstm" ? "[h0, h0]" : "h0";
+      Module m = recurrent(
+          op, packed ? "x, sizes, " + states + ", w, True, 1, 0.3, self.training, False" : recurrent_arguments(op),
+          "    return y, h\n");
+      Module original = reload(m);
+      EXPECT_EQ(names(rewrite(m, {})), V{"rnn"});
+      FileCheck().check("tsmem::" + op + "(")->check_not("aten::" + op)->run(graph(m));
+      FileCheck().check("int[] = prim::ListConstruct()")->run(graph(m));  // no two of them are merged: they may draw
+      expect_same_numbers(original, m, {packed ? at::randn({7, 7}) : at::randn({3, 5, 7})});
+    }
+}
+
+TEST(Rewrite, TheLastStateOfARecurrentNetworkMayBeOverwritten) {
+  Module m = recurrent("gru", recurrent_arguments("gru"), "    h.mul_(2)\n    return y, h\n");
+  Module original = reload(m);
+  EXPECT_TRUE(matched(rewrite(m, {}), "rnn"));
+  expect_same_numbers(original, m, {at::randn({3, 5, 7})});
+}
+
+// Of a list of states too.
+TEST(Rewrite, DoesNotTakeALstmWhoseFirstStateIsOverwritten) {
+  Module m = recurrent("lstm", recurrent_arguments("lstm"), "    h0.copy_(h)\n    return y, h0\n");
+  const auto r = rewrite(m, {});
+  EXPECT_TRUE(refused(r, "rnn", "aten::copy_ writes to an input of the match later"));
+  EXPECT_FALSE(matched(r, "rnn"));
+}
+
+// PyTorch's keep copies, with which such a model trains.
+TEST(Rewrite, DoesNotTakeARecurrentNetworkWhoseOutputOrInputIsOverwritten) {
+  const std::pair<const char*, const char*> writes[] = {
+      {"    y.mul_(2)\n    return y\n", "aten::mul_ writes to a result of the match later"},
+      {"    y[:, -1].zero_()\n    return y\n", "writes to a result of the match later"},
+      {"    z = torch.relu_(y.transpose(0, 1))\n    return z\n", "writes to a result of the match later"},
+      {"    if self.training:\n        y.add_(1)\n    return y\n", "writes to a result of the match later"},
+      {"    z = [y]\n    for t in z:\n        t.add_(1)\n    return y\n", ""},
+      {"    x.add_(1)\n    return y, x\n", "writes to an input of the match later"},
+      {"    h0.add_(1)\n    return y, h0\n", "writes to an input of the match later"}};
+  for (const auto& [rest, reason] : writes) {
+    SCOPED_TRACE(rest);
+    Module m = recurrent("gru", recurrent_arguments("gru"), rest);
+    Module original = reload(m);
+    const auto r = rewrite(m, {});
+    EXPECT_TRUE(refused(r, "rnn", reason));
+    EXPECT_FALSE(matched(r, "rnn"));
+    if (std::string(reason).find("an input") == std::string::npos)
+      expect_same_numbers(original, m, {at::randn({3, 5, 7})});
+  }
+}

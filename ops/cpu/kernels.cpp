@@ -7,6 +7,7 @@
 #include "cpu/norm.h"
 #include "cpu/pool.h"
 #include "cpu/prelu.h"
+#include "cpu/rnn.h"
 #include "cpu/smooth_act.h"
 
 namespace tsmem {
@@ -50,6 +51,7 @@ const NormKernels& norm_kernels() { return *kernels().norm; }
 const NormPoolKernels& norm_pool_kernels() { return *kernels().norm_pool; }
 const PoolKernels& pool_kernels() { return *kernels().pool; }
 const PreluKernels& prelu_kernels() { return *kernels().prelu; }
+const RnnKernels& rnn_kernels() { return *kernels().rnn; }
 const SmoothActKernels& smooth_act_kernels() { return *kernels().smooth_act; }
 
 }  // namespace tsmem

@@ -14,6 +14,7 @@ struct NormKernels;
 struct NormPoolKernels;
 struct PoolKernels;
 struct PreluKernels;
+struct RnnKernels;
 struct SmoothActKernels;
 
 // All families, compiled for one instruction set.
@@ -23,6 +24,7 @@ struct Kernels {
   const NormPoolKernels* norm_pool;
   const PoolKernels* pool;
   const PreluKernels* prelu;
+  const RnnKernels* rnn;
   const SmoothActKernels* smooth_act;
 };
 

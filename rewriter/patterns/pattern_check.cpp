@@ -396,8 +396,8 @@ void check_sizes(const Rule& rule, const Matched& m) {
 
 void check_words(const Rule& rule, const Matched& m) {
   for (const std::string& name : rule.intact)
-    if (!m.inputs.count(name))
-      throw PatternFault{"keeps", 0, 0, fmt::format("%{} is no input of match", name), "%" + name};
+    if (!m.inputs.count(name) && !m.made_by.count(name))
+      throw PatternFault{"keeps", 0, 0, fmt::format("%{} is no value of match", name), "%" + name};
   const bool any_act = std::any_of(m.lines.begin(), m.lines.end(), [](const Line& l) { return l.op == "act"; });
   for (const std::string& name : rule.activations) {
     if (!any_act) throw PatternFault{"activations", 0, 0, "match has no line with act, which activations are for"};

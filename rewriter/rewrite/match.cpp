@@ -347,10 +347,18 @@ class Matcher {
     if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
     for (const std::string& name : rule.rule->intact) {
       Attempt kept = a;
-      std::erase_if(kept.bound, [&](const auto& entry) { return entry.first != name; });
+      kept.bound = {{name, value_of(rule, a, name)}};
       if (auto reason = written_later(kept); !reason.empty()) return reason;
     }
     return disturbed(a);
+  }
+
+  // An input of the match, an inner value or a result.
+  static Value* value_of(const CompiledRule& rule, const Attempt& a, const std::string& name) {
+    const auto made = rule.defined_by.find(name);
+    if (made == rule.defined_by.end()) return a.bound.at(name);
+    const auto& outs = rule.lines[made->second].outputs;
+    return a.nodes[made->second]->output(std::find(outs.begin(), outs.end(), name) - outs.begin());
   }
 
   // A dropout with p = 0, or in evaluation. TorchScript's own makes a tensor where it differentiates it: what
@@ -402,9 +410,9 @@ class Matcher {
   // dead code, wherever it stood.
   std::string written_later(const Attempt& kept) {
     for (Value* written : view_.overwritten_unused)
-      for (const auto& [name, v] : kept.bound)
-        if (is_tensor(v) && may_alias(written, v))
-          return "something whose result is not used writes to an input of the match";
+      for (const auto& [name, bound] : kept.bound)
+        for (Value* v : tensors_of(bound))
+          if (may_alias(written, v)) return "something whose result is not used writes to an input of the match";
     for (Node* n = kept.nodes.back(); n; n = n->owningBlock()->owningNode()) {
       for (Node* later = n->next(); later != n->owningBlock()->return_node(); later = later->next())
         if (auto reason = writes(later, kept, /*in_between=*/false); !reason.empty()) return reason;
@@ -667,11 +675,24 @@ class Matcher {
       const auto* alias = schema->arguments()[k].alias_info();
       const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
       if (!written) continue;
-      for (const auto& [name, v] : a.bound)
-        if (is_tensor(v) && v->node() != n && may_alias(n->input(k), v))
-          return fmt::format("{} writes to an input of the match {}", name_of(n), in_between ? "in between" : "later");
+      for (const auto& [name, bound] : a.bound)
+        for (Value* v : tensors_of(bound))
+          if (v->node() != n && may_alias(n->input(k), v))
+            return fmt::format("{} writes to {} of the match {}", name_of(n), is_result(v, a) ? "a result" : "an input",
+                               in_between ? "in between" : "later");
     }
     return "";
+  }
+
+  // A tensor, or those of a list that is made here.
+  static std::vector<Value*> tensors_of(Value* v) {
+    if (is_tensor(v)) return {v};
+    const bool tensors = v->node()->kind() == prim::ListConstruct && v->type()->isSubtypeOf(*ListType::ofTensors());
+    return tensors ? v->node()->inputs().vec() : std::vector<Value*>{};
+  }
+
+  static bool is_result(const Value* v, const Attempt& a) {
+    return std::find(a.nodes.begin(), a.nodes.end(), v->node()) != a.nodes.end();
   }
 
   bool may_alias(Value* x, Value* y) {
