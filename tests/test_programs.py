@@ -765,3 +765,50 @@ def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
     assert "tsmem.dropout" in torch.jit.load(str(tmp_path / "rewritten.pt")).code + torch.jit.load(str(tmp_path / "rewritten.pt")).layers.code
     for mine, stocks in zip(dropped("rewritten.pt")[2:], dropped("original.pt")[2:], strict=True):
         torch.testing.assert_close(mine, stocks)
+
+
+class MaskedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention, self.out = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, dropout=0.1), nn.Linear(16, 16)
+        self.statistics = nn.BatchNorm1d(16)
+
+    def forward(self, x, padding: torch.Tensor):
+        y = self.norm(x)
+        y, _ = self.attention(query=y, key=y, value=y, key_padding_mask=padding, need_weights=False)
+        y = x + self.out(y)
+        return self.statistics(y.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([MaskedLayer() for _ in range(2)])
+
+    def forward(self, x, padding: torch.Tensor):
+        for layer in self.layers:
+            x = layer(x, padding)
+        return x
+
+
+def test_masks_and_statistics_of_later_layers_stand_in_no_way(tmp_path):
+    """Each layer fills a new mask in place and moves a norm's statistics: memory that the attention before it has nothing of."""
+    torch.manual_seed(0)
+    torch.jit.script(Masked().double()).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt")
+    assert done.returncode == 0, done.stderr
+    original, rewritten = (torch.jit.load(str(tmp_path / name)) for name in ("original.pt", "rewritten.pt"))
+    for layer in rewritten.layers.children():
+        for body in (layer.inlined_graph, layer.attention.inlined_graph):
+            assert "tsmem::scaled_dot_product_attention" in str(body) and "aten::scaled_dot_product_attention" not in str(body)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    for _ in range(4):
+        results = []
+        for model in (original, rewritten):
+            torch.manual_seed(1)
+            x = torch.randn(7, 3, 16, dtype=torch.float64, requires_grad=True)
+            y = model(x, padding)
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), *(b.clone() for b in model.buffers())])
+        for mine, its in zip(*results, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9)

@@ -729,6 +729,37 @@ TEST(Regions, DoesNotTakeADropoutOfWhichAViewIsOverwritten) {
   EXPECT_TRUE(refused(rewrite(m, regions()), "dropout", "it is overwritten"));
 }
 
+// LibTorch's alias analysis takes all that has been in a tuple or a list for one tensor.
+TEST(Regions, WritesAfterATupleReachWhatHasTheMemory) {
+  const auto after = [](const std::string& write) {
+    return net(
+        "def forward(self, x):\n"
+        "    a, b = torch.chunk(self.conv.forward(x), 2, 1)\n"
+        "    if x.size(0) > 1:\n        pair = (a, b)\n    else:\n        pair = (b, a.transpose(2, 3))\n"
+        "    q, k = pair\n"
+        "    y = torch.matmul(q, k)\n"
+        "    other = (torch.zeros_like(y), x)\n"
+        "    if x.size(0) > 2:\n        fresh, seen = other\n    else:\n        fresh, seen = (torch.ones_like(y), "
+        "x)\n" +
+        write + "    return self.bn.forward(torch.cat([y, y + fresh], 1))\n");
+  };
+  for (const char* write : {"    fresh.add_(1.0)\n", "    fresh.view([-1]).mul_(y.mean())\n", ""}) {
+    SCOPED_TRACE(write);
+    Module m = after(write);
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, regions()), "attention"));
+    expect_same_numbers(original, m, {at::randn({3, 4, 5, 5})});
+  }
+  for (const char* write : {"    q.add_(1.0)\n", "    a.add_(1.0)\n", "    b.select(1, 0).zero_()\n",
+                            "    if self.training:\n        k.t_() if k.dim() == 2 else k.mul_(2.0)\n"}) {
+    SCOPED_TRACE(write);
+    Module m = after(write);
+    const auto r = rewrite(m, regions());
+    EXPECT_FALSE(matched(r, "attention"));
+    EXPECT_TRUE(refused(r, "attention", "writes to an input of the match later"));
+  }
+}
+
 TEST(Regions, DoesNotTakeASumOfWhatIsNotMadeAgain) {
   Module m = net("def forward(self, x):\n    return self.conv.forward(x) + x\n");
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});

@@ -97,6 +97,12 @@ class Matcher {
   std::unordered_map<Value*, ValueSet> sharing_;
   MatchResult result_;
 
+  // Whether n works on a counter (num_batches_tracked) or a table of integers: nothing of these is saved for backward.
+  bool counts(const Node* n) const {
+    const auto path = n->inputs().empty() ? std::nullopt : attribute_path(n->input(0));
+    return path && !path->empty() && attributes_.integral(*path);
+  }
+
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
   // Under no_grad nothing is saved; and whether TorchScript takes a result there for one that needs a gradient depends
   // on which operators it finds there.
@@ -119,7 +125,7 @@ class Matcher {
       }
       with_blocks_[n] = with_block_;
       CanonicalOp op = canonical(n);
-      if (!op.name.empty()) {
+      if (!op.name.empty() && !counts(n)) {
         by_name_[op.name].push_back(n);
         if (by_traced_number(op)) by_name_[op.name + "_number"].push_back(n);
         ops_.emplace(n, std::move(op));
@@ -700,6 +706,8 @@ class Matcher {
     if (x == y) return true;
     const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
     if (fresh_x && fresh_y) return false;
+    // Memory that is new is not what was there before: LibTorch's analysis takes all that has been in a tuple for one.
+    if ((fresh_x && runs_before(y->node(), x->node())) || (fresh_y && runs_before(x->node(), y->node()))) return false;
     const auto path_x = attribute_path(x), path_y = attribute_path(y);
     if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
     // The tensors that patterns take are floating point; num_batches_tracked is not.
@@ -707,10 +715,84 @@ class Matcher {
         (path_y && !path_y->empty() && attributes_.integral(*path_y)))
       return false;
     if (!sets_attributes_ && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
+    ValueSet from_x, from_y;
+    if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x, from_y);
     const ValueSet& all = sharing(x);
     return std::any_of(all.begin(), all.end(),
                        [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
   }
+
+  // Adds where the memory of v, a tensor or a list of tensors, comes from: new tensors, attributes and the graph's
+  // inputs. False where that isn't known. LibTorch's analysis takes all that has been in a tuple or a list for one.
+  bool collect_origins(Value* v, ValueSet& origins) {
+    v = root(v);
+    Node* n = v->node();
+    const bool list = v->type()->kind() == ListType::Kind;
+    if (list && !is_unpacked_only(v)) return false;
+    if (v->type()->kind() == NoneType::Kind) return true;
+    if (n->kind() == prim::If) {
+      const auto of_branch = [&](Block* b) { return collect_origins(b->outputs()[v->offset()], origins); };
+      return std::all_of(n->blocks().begin(), n->blocks().end(), of_branch);
+    }
+    if (!list) {
+      const auto path = attribute_path(v);
+      if (makes_fresh_tensor(n) || (path && !path->empty()) || n == view_.graph->param_node()) {
+        origins.insert(v);
+        return true;
+      }
+    }
+    if (n->kind() == prim::unchecked_cast || n->kind() == prim::ListUnpack)
+      return collect_origins(n->input(0), origins);
+    if (n->kind() == prim::ListConstruct)
+      return std::all_of(n->inputs().begin(), n->inputs().end(), [&](Value* x) { return collect_origins(x, origins); });
+    if (n->kind() == prim::TupleUnpack) return collect_origins_in_tuple(n->input(0), v->offset(), origins);
+    return gives_part_of_first(n) && collect_origins(n->input(0), origins);
+  }
+
+  bool collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) {
+    Node* n = tuple->node();
+    if (n->kind() == prim::TupleConstruct) return collect_origins(n->input(element), origins);
+    if (n->kind() != prim::If) return false;
+    return std::all_of(n->blocks().begin(), n->blocks().end(), [&](Block* b) {
+      return collect_origins_in_tuple(b->outputs()[tuple->offset()], element, origins);
+    });
+  }
+
+  // Whether nothing adds to a list, or puts it elsewhere.
+  static bool is_unpacked_only(const Value* list) {
+    return std::all_of(list->uses().begin(), list->uses().end(), [](const Use& use) {
+      return use.user->kind() == prim::ListUnpack ||
+             (use.user->kind() == prim::Return && use.user->owningBlock()->owningNode() &&
+              use.user->owningBlock()->owningNode()->kind() == prim::If);
+    });
+  }
+
+  // Whether the results are the first argument or views of it, by the schema, and of nothing else.
+  static bool gives_part_of_first(const Node* n) {
+    const FunctionSchema* schema = n->maybeSchema();
+    if (!schema || !n->kind().is_aten() || may_give_its_argument(n) || schema->returns().size() != 1 ||
+        !schema->returns()[0].alias_info())
+      return false;
+    const auto& arguments = schema->arguments();
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if ((arguments[i].alias_info() != nullptr) != (i == 0)) return false;
+    return true;
+  }
+
+  bool share_an_origin(const ValueSet& x, const ValueSet& y) {
+    const auto same = [&](const Value* a, const Value* b) {
+      if (a == b) return true;
+      if (makes_fresh_tensor(a->node()) && makes_fresh_tensor(b->node())) return false;
+      if (makes_fresh_tensor(a->node()) || makes_fresh_tensor(b->node())) return sets_attributes_;
+      const auto path_a = attribute_path(a), path_b = attribute_path(b);
+      const bool attributes = path_a && path_b && !path_a->empty() && !path_b->empty();
+      return !attributes || attributes_.alias(*path_a, *path_b);
+    };
+    return std::any_of(x.begin(), x.end(), [&](const Value* a) {
+      return std::any_of(y.begin(), y.end(), [&](const Value* b) { return same(a, b); });
+    });
+  }
+
   // The first value of a chain of in-place operators.
   Value* root(Value* v) {
     while (true) {

@@ -388,14 +388,26 @@ MatchesOf allowed_matches_of(const Results& results) {
   };
 }
 
+// Whether a method between the view's own and a match refuses one of that pattern too: then it says why.
+bool refused_further_in(const NearMiss& miss, const Results& results) {
+  for (const Scope* s = miss.scope; s; s = s->parent) {
+    const auto own = s->of_module ? results.find({s->type.get(), s->method}) : results.end();
+    if (own == results.end()) continue;
+    const auto& refused = own->second.matched.refused;
+    if (std::any_of(refused.begin(), refused.end(), [&](const NearMiss& m) { return m.pattern == miss.pattern; }))
+      return true;
+  }
+  return false;
+}
+
 // Phase 3: of the matches, those that are allowed, and why others are not.
 void assign(const Selection& selection, const Scopes& scopes, Results& results) {
   for_each_result(selection, results, [&](const ModuleClass& c, const Function& f, Result& result) {
     for (const NearMiss& miss : result.matched.refused) {
       const Scope* s = miss.scope;
       while (s && !s->of_module) s = s->parent;
-      if (!s)
-        result.refused.push_back({miss.pattern->name, "", miss.reason});  // else that module's own method reports it
+      if (!refused_further_in(miss, results))
+        result.refused.push_back({miss.pattern->name, s ? s->path : "", miss.reason});
     }
     const auto& all = result.matched.found;
     const auto own =
@@ -617,8 +629,8 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
     }
     if (!region.recomputed.empty()) report.regions.push_back(std::move(region));
     for (Refusal r : it->second.refused) {
-      r.module = path;
-      if (refused.insert({r.pattern, path, r.reason}).second) report.refused.push_back(std::move(r));
+      r.module = join_path(path, r.module);
+      if (refused.insert({r.pattern, r.module, r.reason}).second) report.refused.push_back(std::move(r));
     }
   }
   for (Refusal& r : not_checkpointed(selection, reported, results, report, module))
