@@ -43,10 +43,10 @@ build-other:
 	  { cat build/configure-$(OTHER).log; exit 1; }
 	@cmake --build build-$(OTHER)
 
-# Every part runs, whatever those before it say. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
+# Every part runs, whatever those before it say; a file's tests run in one process, a core each. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
 tests = failed=0; \
 	ctest --test-dir $(2) --output-on-failure || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
-	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
+	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]
 
 test: test-default
