@@ -85,14 +85,22 @@ class Upsampled(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An image's rows, one after the other."""
+    """An image's rows, one after the other. The first state is made from them: a traced default one has float32 for ever."""
 
     def __init__(self, net):
         super().__init__()
-        self.net = net
+        self.net, self.states = net, net.num_layers * (2 if net.bidirectional else 1)
+
+    def first(self, x):
+        return 0 * x[:, 0, : self.states, :24].transpose(0, 1)
 
     def forward(self, x):
-        return self.net(x.flatten(1, 2))[0]
+        return self.net(x.flatten(1, 2), self.first(x))[0]
+
+
+class RecurrentWithCell(Recurrent):
+    def forward(self, x):
+        return self.net(x.flatten(1, 2), (self.first(x), self.first(x)))[0]
 
 
 def two(layer):
@@ -123,7 +131,7 @@ MODELS = {
     "addmm": lambda: two(lambda: nn.Sequential(nn.LayerNorm(32), Conv1d(32, 32))),
     "composed-activation": lambda: two(lambda: nn.Sequential(Conv1d(32, 32), NewGelu())),
     "rms-norm": lambda: two(lambda: nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))),
-    "rnn lstm": lambda: Recurrent(nn.LSTM(32, 24, 2, batch_first=True, dropout=0.2, bidirectional=True)),
+    "rnn lstm": lambda: RecurrentWithCell(nn.LSTM(32, 24, 2, batch_first=True, dropout=0.2, bidirectional=True)),
     "rnn gru": lambda: Recurrent(nn.GRU(32, 24, 2, batch_first=True)),
     "rnn tanh": lambda: Recurrent(nn.RNN(32, 24, 2, batch_first=True)),
     "attention with dropout": lambda: two(lambda: nn.Sequential(nn.Linear(32, 32), Heads())),

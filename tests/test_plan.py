@@ -326,7 +326,7 @@ def test_attention_is_recomputed(files):
     smallest = set()
     for budget in ("10%", "45%"):
         says = fails(4, "rewrite", files.model("attention"), "--dry-run", "--input", spec, "--budget", budget, says="smallest possible budget")
-        smallest.add(int(re.search(r"\((\d+) bytes\)", says)[1]))
+        smallest.add(int(re.search(r"(\d+) bytes\)", says)[1]))
     assert len(smallest) == 1, "the smallest budget depends on the one that was asked for"
     out, report = files.planned("attention", smallest.pop(), spec)
     p = report["predicted"]
@@ -350,7 +350,7 @@ def test_a_budget_that_cannot_be_met(files, tmp_path):
     out = tmp_path / "out.pt"
     says = fails(4, "rewrite", files.model("unet"), "-o", out, *INPUT, "--budget", "1KiB", says="smallest possible budget")
     assert list(tmp_path.iterdir()) == []
-    smallest = int(re.search(r"\((\d+) bytes\)", says)[1])
+    smallest = int(re.search(r"(\d+) bytes\)", says)[1])
     assert abs(smallest - files.front("unet")["smallest_budget"]) <= 0.01 * smallest
     done = run("rewrite", files.model("unet"), "-o", out, *INPUT, "--budget", smallest * 101 // 100)
     assert done.returncode == 0, done.stderr
