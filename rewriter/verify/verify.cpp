@@ -35,6 +35,19 @@ static Code code_of(const Module& module, const std::string& method) {
 // that is compared, one of 5,000 takes 50.
 constexpr size_t kMostOperators = 2000;
 
+// What a method's own autocast rounds to; 0 where it has none.
+static double autocast_epsilon(const Module& m, const VerifyOptions& options) {
+  const std::string dtype = autocast_of(m, options.method);
+  return dtype.empty() ? 0 : epsilon_of(dtype == "f16" ? at::kHalf : at::kBFloat16);
+}
+
+static const char* dtype_of_epsilon(double epsilon) {
+  for (const auto& [dtype, name] :
+       {std::pair{at::kDouble, "float64"}, std::pair{at::kHalf, "float16"}, std::pair{at::kBFloat16, "bfloat16"}})
+    if (epsilon == epsilon_of(dtype)) return name;
+  return "float32";
+}
+
 Verifier::Verifier(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options,
                    bool share)
     : a_(a),
@@ -42,11 +55,8 @@ Verifier::Verifier(const Module& a, const Module& b, const std::vector<IValue>& 
       inputs_(inputs),
       options_(options),
       share_(share),
-      epsilon_(epsilon_of(a, inputs)),
-      own_dtype_(epsilon_ == epsilon_of(at::kDouble)     ? "float64"
-                 : epsilon_ == epsilon_of(at::kHalf)     ? "float16"
-                 : epsilon_ == epsilon_of(at::kBFloat16) ? "bfloat16"
-                                                         : "float32"),
+      epsilon_(std::max({epsilon_of(a, inputs), autocast_epsilon(a, options), autocast_epsilon(b, options)})),
+      own_dtype_(dtype_of_epsilon(epsilon_of(a, inputs))),
       code_(code_of(a, options.method)),
       started_(Clock::now() -
                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
