@@ -39,7 +39,7 @@ using Results = std::map<Method, Result>;
 template <class F>
 void for_each_result(const Selection& selection, Results& results, F f) {
   for (const ModuleClass& c : selection.classes)
-    for (Function* function : std::vector<Function*>(c.type->methods()))
+    for (torch::jit::Function* function : std::vector<torch::jit::Function*>(c.type->methods()))
       if (auto it = results.find({c.type.get(), function->name()}); it != results.end()) f(c, *function, it->second);
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/jit/api/function_impl.h>
 
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/patterns/pattern_lines.h"
 #include "rewriter/rewrite/added_names.h"

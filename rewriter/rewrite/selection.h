@@ -7,6 +7,7 @@
 
 #include "rewriter/rewrite/match.h"
 #include "rewriter/rewrite/rewrite.h"
+#include "rewriter/text.h"
 
 namespace tsmem {
 
