@@ -26,8 +26,8 @@ Tensor pow_base(Call c) {
 
 // At a base of 0 the power is 0 for positive exponents, and so is its derivative.
 Tensor pow_exponent(Call c) {
-  const Tensor zero = at::zeros({}, c.grad.options());
-  return at::where(at::logical_and(c[0] == 0, c[1] >= 0), zero, c.grad * (c.result() * c[0].log()));
+  const Tensor result = c.result(), product = result * c[0].to(result.scalar_type()).log();
+  return c.grad * at::where(at::logical_and(c[0] == 0, c[1] >= 0), at::zeros({}, product.options()), product);
 }
 
 Tensor pow_exponent_of_number(Call c) {
@@ -74,6 +74,7 @@ Tensor unreduced(const Tensor& t, const at::IValue& dims, bool keepdim, int64_t 
 int64_t reduced_numel(at::IntArrayRef sizes, const at::IValue& dims) {
   std::vector<int64_t> list = dims.isNone() ? std::vector<int64_t>() : dims.toIntVector();
   int64_t numel = 1;
+  if (sizes.empty()) return numel;  // its dimensions may be named 0 and -1
   if (list.empty())
     for (const int64_t s : sizes) numel *= s;
   for (const int64_t d : list) numel *= sizes[d < 0 ? d + static_cast<int64_t>(sizes.size()) : d];

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/ir/constants.h>
 
 #include "rewriter/graph/exported_graph.h"
+#include "rewriter/rewrite/apply.h"
 #include "rewriter/rewrite/order.h"
 
 namespace tsmem {
@@ -39,6 +40,12 @@ bool overwritten(const Value* v) {
     const auto outputs = use.user->outputs();
     return passes_on && std::any_of(outputs.begin(), outputs.end(), overwritten);
   });
+}
+
+// Whether the op that is put for one that overwrites its first argument is told so, or needs not be.
+bool knows_in_place(const CompiledRule& rule, const CanonicalOp& op) {
+  return op.name == "act" || is_dropout(Symbol::aten(op.name)) ||
+         takes(rewrite_lines(rule.rule->rewrite).front().op, "in_place");
 }
 
 // Why an op of the rewrite takes none of the bound values in some place: padding="same" where a list belongs.
@@ -97,7 +104,8 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
   }
   Node* anchor = a.nodes.back();
   for (Node* n : a.nodes)
-    if (view_.unused.count(n)) return fmt::format("nothing uses the result of {}", name_of(n));
+    if (view_.unused.count(n) || runs_for_its_effect(n))
+      return fmt::format("nothing uses the result of {}", name_of(n));
   for (Node* n : a.nodes)
     if (n->owningBlock() != anchor->owningBlock())
       return fmt::format("{} and {} are not in the same branch or loop", name_of(n), name_of(anchor));
@@ -107,6 +115,8 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
   if (auto reason = reads_inner_value(rule, a); !reason.empty()) return reason;
   for (size_t k = rule.lines.back().outputs.size(); k < anchor->outputs().size(); ++k)
     if (anchor->output(k)->hasUses()) return fmt::format("another result of {} (its indices) is used", name_of(anchor));
+  if (a.nodes.size() == 1 && a.ops[0].in_place && !knows_in_place(rule, a.ops[0]))
+    return fmt::format("{} overwrites its first argument, and there is no operator here that does", name_of(anchor));
   for (size_t i = 0; i < a.nodes.size(); ++i)
     if (a.ops[i].in_place)
       if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;

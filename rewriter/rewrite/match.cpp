@@ -7,6 +7,7 @@
 #include "rewriter/rewrite/apply.h"
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/order.h"
+#include "rewriter/rewrite/unused_norms.h"
 
 namespace tsmem {
 
@@ -252,45 +253,60 @@ class Matcher {
   struct Write {
     Node* node;
     Value* tensor;
+    bool always;  // may happen before any node runs again in backward: to memory that outlives a call
   };
 
-  // What is written in place by nodes that stay, other than counters.
+  // What is written in place by nodes that stay, other than counters, and the statistics that norms update, which their
+  // schemas don't say.
   void collect_writes(Block* block, std::vector<Write>& writes) {
+    const auto add = [&](Node* n, Value* v) { writes.push_back({n, v, !sharing_.made_here(v)}); };
     for (Node* n : block->nodes()) {
       for (Block* b : n->blocks()) collect_writes(b, writes);
+      if (updates_statistics(n))
+        for (size_t k : {3, 4}) add(n, n->input(k));
       const FunctionSchema* schema = n->maybeSchema();
       if (!schema || !schema->is_mutable() || taken_.count(n)) continue;
       for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
         const auto* alias = schema->arguments()[k].alias_info();
         if (!alias || !alias->isWrite() || !is_tensor(n->input(k))) continue;
         const auto path = attribute_path(sharing_.root(n->input(k)));
-        if (!path || path->empty() || !attributes_.integral(*path)) writes.push_back({n, n->input(k)});
+        if (!path || path->empty() || !attributes_.integral(*path)) add(n, n->input(k));
       }
     }
   }
 
+  // What the match reads when it runs again.
+  std::set<Value*> read_again(const Attempt& a, const Found& found) const {
+    std::set<Value*> read;
+    for (const Line& line : rewrite_lines(found.rule->rewrite))
+      for (const std::string& argument : line.arguments)
+        if (auto it = a.bound.find(argument.substr(argument[0] == '%')); it != a.bound.end()) read.insert(it->second);
+    // A norm that updates its statistics makes nothing from them.
+    for (const Node* n : a.nodes)
+      if (updates_statistics(n))
+        for (size_t k : {3, 4}) read.erase(n->input(k));
+    return read;
+  }
+
   // An op that offers its output to be recomputed makes its users keep what it has read, which the original's need not:
-  // a tensor that is written to later must not be among that. (Norms write to their statistics, and make nothing from
-  // them that training needs.)
+  // a tensor that is written to later must not be among that.
   void mark_overwritten() {
     std::vector<Write> writes;
     collect_writes(view_.graph->block(), writes);
-    if (writes.empty() && view_.overwritten_unused.empty()) return;
+    for (Value* written : view_.overwritten_unused) writes.push_back({nullptr, written, true});
+    if (writes.empty()) return;
     for (size_t i = 0; i < accepted_.size(); ++i) {
       const Attempt& a = accepted_[i];
-      bool offers = false;
-      std::set<Value*> read;
-      for (const Line& line : rewrite_lines(result_.found[i].rule->rewrite)) {
-        offers |= offers_recompute(line.op) != Offers::nothing;
-        for (const std::string& argument : line.arguments)
-          if (auto it = a.bound.find(argument.substr(argument[0] == '%')); it != a.bound.end()) read.insert(it->second);
-      }
-      if (!offers) continue;
-      for (const Write& w : writes)
-        if (may_run_after(w.node, a.nodes.back()))
-          for (Value* v : read) result_.found[i].overwritten |= sharing_.reaches(w.tensor, v);
-      for (Value* written : view_.overwritten_unused)
-        for (Value* v : read) result_.found[i].overwritten |= sharing_.reaches(written, v);
+      Found& found = result_.found[i];
+      const auto lines = rewrite_lines(found.rule->rewrite);
+      if (std::none_of(lines.begin(), lines.end(),
+                       [](const Line& line) { return offers_recompute(line.op) != Offers::nothing; }))
+        continue;
+      const auto read = read_again(a, found);
+      found.overwritten = std::any_of(writes.begin(), writes.end(), [&](const Write& w) {
+        return (w.always || may_run_after(w.node, a.nodes.back())) &&
+               std::any_of(read.begin(), read.end(), [&](Value* v) { return sharing_.reaches(w.tensor, v); });
+      });
     }
   }
 };

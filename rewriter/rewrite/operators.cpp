@@ -17,6 +17,30 @@ bool counts(const Node* n, const Attributes& attributes) {
   return path && !path->empty() && attributes.integral(*path);
 }
 
+// Whether a value of this type may be a tensor, or hold one.
+bool may_hold_tensor(const TypePtr& type) {
+  switch (type->kind()) {
+    case TypeKind::IntType:
+    case TypeKind::FloatType:
+    case TypeKind::ComplexType:
+    case TypeKind::BoolType:
+    case TypeKind::NumberType:
+    case TypeKind::StringType:
+    case TypeKind::NoneType:
+    case TypeKind::DeviceObjType:
+      return false;
+    case TypeKind::ListType:
+    case TypeKind::DictType:
+    case TypeKind::TupleType:
+    case TypeKind::OptionalType: {
+      const auto inner = type->containedTypes();
+      return std::any_of(inner.begin(), inner.end(), may_hold_tensor);
+    }
+    default:
+      return true;
+  }
+}
+
 class Collector {
  public:
   explicit Collector(const Attributes& attributes) : attributes_(attributes) {}
@@ -28,7 +52,7 @@ class Collector {
   void collect(Block* block, int autocast, int no_grad) {
     std::vector<int> around;
     for (Node* n : block->nodes()) {
-      if (n->kind() == prim::SetAttr) found.sets_attributes = true;
+      if (n->kind() == prim::SetAttr) found.sets_attributes |= may_hold_tensor(n->input(1)->type());
       if (borders_autocast(n)) autocast += n->kind() == prim::Enter ? 1 : -1;
       if (autocast > 0) found.in_autocast.insert(n);
       if (borders_no_grad(n)) no_grad += n->kind() == prim::Enter ? 1 : -1;

@@ -22,13 +22,20 @@ bool runs_before(const Node* a, const Node* b) {
 }
 
 bool may_run_after(const Node* later, const Node* n) {
+  if (in_one_loop(later, n)) return true;
   const auto x = blocks_around(later), y = blocks_around(n);
   size_t shared = 0;
-  for (; shared < x.size() && shared < y.size() && x[shared] == y[shared]; ++shared)
-    if (x[shared]->owningNode() && x[shared]->owningNode()->kind() == prim::Loop) return true;
+  while (shared < x.size() && shared < y.size() && x[shared] == y[shared]) ++shared;
   const Node* in_x = shared < x.size() ? x[shared]->owningNode() : later;
   const Node* in_y = shared < y.size() ? y[shared]->owningNode() : n;
   return in_x != in_y && in_x->isAfter(in_y);
+}
+
+bool in_one_loop(const Node* a, const Node* b) {
+  const auto x = blocks_around(a), y = blocks_around(b);
+  for (size_t i = 0; i < x.size() && i < y.size() && x[i] == y[i]; ++i)
+    if (x[i]->owningNode() && x[i]->owningNode()->kind() == prim::Loop) return true;
+  return false;
 }
 
 bool exclusive(const Node* a, const Node* b) {

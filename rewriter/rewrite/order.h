@@ -13,6 +13,9 @@ bool may_run_after(const Node* later, const Node* n);
 // Whether two nodes are in different branches of one If: at most one of them runs.
 bool exclusive(const Node* a, const Node* b);
 
+// Whether a loop is around both nodes.
+bool in_one_loop(const Node* a, const Node* b);
+
 // Whether only branches, no loops, lie between a block and a node in it.
 bool in_branches_of(const Node* n, const Block* block);
 

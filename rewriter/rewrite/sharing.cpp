@@ -36,8 +36,11 @@ bool Sharing::may_alias(Value* x, Value* y) {
   if (x == y) return true;
   const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
   if (fresh_x && fresh_y) return false;
-  // Memory that is new is not what was there before: LibTorch's analysis takes all that has been in a tuple for one.
-  if ((fresh_x && runs_before(y->node(), x->node())) || (fresh_y && runs_before(x->node(), y->node()))) return false;
+  // Memory that is new is not what was there before, but for what an earlier iteration has left: LibTorch's analysis
+  // takes all that has been in a tuple for one.
+  if (((fresh_x && runs_before(y->node(), x->node())) || (fresh_y && runs_before(x->node(), y->node()))) &&
+      !in_one_loop(x->node(), y->node()))
+    return false;
   const auto path_x = attribute_path(x), path_y = attribute_path(y);
   if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
   // The tensors that patterns take are floating point; num_batches_tracked is not.
@@ -63,6 +66,12 @@ bool Sharing::reaches(Value* written, Value* v) {
   for (Value* element : v->node()->inputs())
     if (may_alias(written, element)) return true;
   return false;
+}
+
+bool Sharing::made_here(Value* v) const {
+  ValueSet origins;
+  return collect_origins(v, origins) &&
+         std::all_of(origins.begin(), origins.end(), [](const Value* x) { return makes_fresh_tensor(x->node()); });
 }
 
 Value* Sharing::root(Value* v) const {

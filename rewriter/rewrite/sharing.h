@@ -16,6 +16,9 @@ class Sharing {
   // Whether a write to `written` may change v, a tensor or a list of tensors.
   bool reaches(Value* written, Value* v);
 
+  // Whether v is memory that is new in this call.
+  bool made_here(Value* v) const;
+
   // The first value of a chain of in-place operators.
   Value* root(Value* v) const;
 
