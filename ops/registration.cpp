@@ -27,6 +27,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_conv_batch_norm_act(m);
   register_conv_output_size(m);
   register_copies(m);
+  register_cross_entropy(m);
   register_dropout(m);
   register_glu(m);
   register_instance_norm_act(m);

@@ -34,6 +34,7 @@ const std::vector<Pattern>& all_patterns() {
       attention(),
       rnn(),
       softmax(),
+      cross_entropy(),
       copies(),
       pointwise(),
       lookup(),
