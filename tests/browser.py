@@ -77,7 +77,6 @@ class Browser:
         self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)])
 
     def picture(self, path=None):
-
         from PIL import Image
 
         data = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
