@@ -1,5 +1,6 @@
 """Chromium without a window, spoken to through a pipe (the DevTools protocol): loads a page, taps, asks, takes pictures."""
 import base64
+import fcntl
 import io
 import itertools
 import json
@@ -12,15 +13,26 @@ from pathlib import Path
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def moved(descriptor):
+    """The same pipe under a number from 10 on: out of the way of 3 and 4."""
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10)
+    os.close(descriptor)
+    return high
+
+
 class Browser:
     def __init__(self):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        # Chromium reads descriptor 3 and writes descriptor 4; the shell puts the pipe's ends there.
-        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}"]
-        self.process = subprocess.Popen(
-            ["sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', PROGRAM, *arguments, "about:blank"], pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+        theirs_in, theirs_out = moved(theirs_in), moved(theirs_out)
+
+        def place():  # Chromium reads descriptor 3 and writes descriptor 4
+            os.dup2(theirs_in, 3)
+            os.dup2(theirs_out, 4)
+
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}"]
+        self.process = subprocess.Popen([PROGRAM, *options, "about:blank"], preexec_fn=place, pass_fds=(3, 4), stderr=subprocess.DEVNULL)
         os.close(theirs_in)
         os.close(theirs_out)
         self.replies, self.requests = open(ours_in, "rb"), open(ours_out, "wb")

@@ -17,9 +17,10 @@ const view = { from: 0, to: longest, cursor: null, drag: null };
 
 make("h1", page, "Live bytes over one training step");
 make("p", page, "Drag over a part to zoom in, double click for all of it; the wheel zooms with Ctrl; two fingers zoom and move, one reads. Time is that of the step that was recorded, which recording makes slower.", { class: "quiet" });
-const bar = make("div", page, undefined, { class: "bar", id: "keys" });
+const buttons = make("div", page, undefined, { class: "bar" }), charts = make("div", page, undefined, { id: "charts" });
+const keys = make("div", page, undefined, { class: "bar", id: "keys" });
 const key = (color, text) => {
-  const entry = make("span", bar);
+  const entry = make("span", keys, undefined, { title: text });
   make("span", entry, undefined, { class: "swatch", style: "background:" + color });
   entry.append(text);
 };
@@ -138,7 +139,6 @@ const paint = (p, canvas) => {
   axes(p, c, color);
 };
 
-const charts = make("div", page, undefined, { id: "charts" });
 const canvases = data.profiles.map((p) => {
   const first = data.profiles[0], against = (of) => (p === first ? "" : `, ratio ${ratio_text(of(first), of(p))}`);
   make("h2", charts, p.title);
@@ -151,7 +151,7 @@ const fit = () => {
   const ratio = window.devicePixelRatio || 1;
   place.width = charts.clientWidth;
   // All charts in one window, so that the cursor is seen in each.
-  place.height = Math.max(160, Math.min(place.width < 600 ? 200 : 320, (window.innerHeight - 200) / canvases.length - 95));
+  place.height = Math.max(160, Math.min(place.width < 600 ? 200 : 320, (window.innerHeight - 150) / canvases.length - 110));
   for (const canvas of canvases) {
     canvas.width = place.width * ratio;
     canvas.height = (place.top + place.height + place.below) * ratio;
@@ -163,7 +163,6 @@ const fit = () => {
 new ResizeObserver(fit).observe(charts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint_all);
 
-const buttons = make("span", bar);
 const button = (text, title, act) => { make("button", buttons, text, { title, "aria-label": title }).onclick = act; };
 const middle = () => view.cursor ?? (view.from + view.to) / 2;
 button("+", "zoom in", () => zoom(middle(), 0.5));
