@@ -22,7 +22,7 @@ const keys = make("div", page, undefined, { class: "bar", id: "keys" });
 const key = (color, text) => {
   const entry = make("span", keys, undefined, { title: text });
   make("span", entry, undefined, { class: "swatch", style: "background:" + color });
-  entry.append(text);
+  entry.append(shorter(text, 40));
 };
 data.groups.forEach((name, i) => key(data.colors[i], name));
 key("var(--shade)", "grey: backward runs");
@@ -179,7 +179,7 @@ const read = (t, clientX, clientY) => {
   tip.replaceChildren();
   const table = make("table", tip), head = make("tr", make("thead", table)), body = make("tbody", table);
   make("th", head, time_text(view.cursor));
-  for (const p of data.profiles) make("span", make("th", head), data.profiles.length > 1 ? p.title : "", { class: "title" });
+  for (const name of file_names(data.profiles.map((p) => p.title))) make("th", head, data.profiles.length > 1 ? name : "");
   const row = (name, color, text) => {
     const r = make("tr", body), cell = make("td", r);
     if (color) make("span", cell, undefined, { class: "swatch", style: "background:" + color });
@@ -192,8 +192,8 @@ const read = (t, clientX, clientY) => {
   const most_of = (k) => Math.max(...data.profiles.map((p, n) => (at[n] < 0 ? 0 : p.stack[at[n] * g + k])));
   const groups = data.groups.map((_, k) => k).filter((k) => most_of(k) > 0).reverse();
   const large = new Set([...groups].sort((a, b) => most_of(b) - most_of(a)).slice(0, narrow ? 5 : g));
-  for (const k of groups) if (large.has(k)) row(data.groups[k], data.colors[k], (p, i) => bytes_text(Math.max(0, p.stack[i * g + k])));
-  row("last", null, (p, i) => `${p.bytes[i] >= 0 ? "+" : "−"}${bytes_text(Math.abs(p.bytes[i]))} ${p.names[p.module[i]]} ${p.names[p.op[i]]}`);
+  for (const k of groups) if (large.has(k)) row(shorter(data.groups[k], narrow ? 16 : 28), data.colors[k], (p, i) => bytes_text(Math.max(0, p.stack[i * g + k])));
+  row("last", null, (p, i) => `${p.bytes[i] >= 0 ? "+" : "−"}${bytes_text(Math.abs(p.bytes[i]))} ${shorter(p.names[p.module[i]], narrow ? 20 : 28)} ${p.names[p.op[i]]}`);
   tip.style.display = "block";
   const free = window.innerHeight - tip.offsetHeight - 8;
   tip.style.left = (narrow ? 8 : Math.max(8, clientX + 16 + tip.offsetWidth < window.innerWidth ? clientX + 16 : clientX - 16 - tip.offsetWidth)) + "px";

@@ -23,7 +23,7 @@ for (const name of columns) make("th", names, name, two ? { colspan: data.profil
 if (two) {
   const files = make("tr", head);
   for (const _ of columns) {
-    data.profiles.forEach((p, i) => make("span", make("th", files, undefined, i ? {} : { class: "first" }), p.title, { class: "title", title: p.title }));
+    file_names(data.profiles.map((p) => p.title)).forEach((name, i) => make("th", files, name, { title: data.profiles[i].title, class: i ? "" : "first" }));
     make("th", files, "ratio");
   }
 }
