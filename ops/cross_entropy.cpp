@@ -12,6 +12,7 @@
 #include "registration.h"
 
 namespace tsmem {
+void register_cross_entropy(torch::Library& m);  // DEV
 namespace {
 
 using at::Tensor;
@@ -104,9 +105,11 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
       const auto dtype = acc_type(x.scalar_type());
       Tensor factor = weights_of(target, optional(kept[2]), loss, dtype).mul_(grad);
       if (total.defined()) factor.div_(total);
+      const Tensor ignored = target.eq(loss.ignore_index);
+      factor.masked_fill_(ignored, 0);  // where all are, the total is 0
       dx = at::empty_like(x);
       const Tensor rows = as_rows(x), to = as_rows(dx);
-      const Tensor classes = as_rows(target.masked_fill(target.eq(loss.ignore_index), 0), rows).unsqueeze(1);
+      const Tensor classes = as_rows(target.masked_fill(ignored, 0), rows).unsqueeze(1);
       factor = as_rows(factor, rows).unsqueeze(1);
       const Tensor minus_one = at::full({}, -1, factor.options()).expand_as(classes);
       each_part(rows, [&](const auto& part) {
@@ -129,8 +132,8 @@ bool split_by_autocast(const Tensor& x) {
 // Whether the input in place of its log_softmax takes no more memory: it may be a view of something larger.
 bool small_enough(const Tensor& x) { return costs_nothing(x) || x.storage().nbytes() <= x.nbytes() + x.nbytes() / 4; }
 
-Tensor cross_entropy_loss(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
-                          int64_t ignore_index, double label_smoothing) {
+Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction, int64_t ignore_index,
+           double label_smoothing) {
   const OptTensor w = defined(weight);
   const auto fits = [&] {
     if (x.dim() < 2 || target.dim() != x.dim() - 1 || target.size(0) != x.size(0)) return false;
@@ -150,9 +153,8 @@ Tensor cross_entropy_loss(const Tensor& x, const Tensor& target, const OptTensor
 Tensor autocast_on_cpu(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
                        int64_t ignore_index, double label_smoothing) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
-  return cross_entropy_loss(at::autocast::cached_cast(at::kFloat, x, at::kCPU), target,
-                            at::autocast::cached_cast(at::kFloat, weight, at::kCPU), reduction, ignore_index,
-                            label_smoothing);
+  return run(at::autocast::cached_cast(at::kFloat, x, at::kCPU), target,
+             at::autocast::cached_cast(at::kFloat, weight, at::kCPU), reduction, ignore_index, label_smoothing);
 }
 
 }  // namespace
@@ -161,7 +163,7 @@ void register_cross_entropy(torch::Library& m) {
   m.def(
       "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0) -> Tensor",
-      TORCH_FN(cross_entropy_loss));
+      TORCH_FN(run));
   m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_on_cpu));
 }
 
