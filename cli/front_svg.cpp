@@ -42,7 +42,7 @@ std::string axes(const Frame& f) {
     out += fmt::format(
         "<line x1='{0:.1f}' x2='{0:.1f}' y1='{1}' y2='{2}' class='grid'/><text x='{0:.1f}' y='{3}' "
         "class='middle'>{4:.1f}</text>\n",
-        f.x(v), f.top, f.bottom, f.bottom + 17, v);
+        f.x(v), f.top, f.bottom, f.bottom + 20, v);
   const double up = mark_step(f.high - f.low, 7);
   for (double v = std::ceil(f.low / up - 1e-9) * up; v <= f.high + 1e-9; v += up)
     out += fmt::format(
@@ -50,7 +50,7 @@ std::string axes(const Frame& f) {
         "</text>\n",
         f.left, f.right, f.y(v), f.left - 6, f.y(v) + 4, v);
   out += fmt::format("<text x='{}' y='{}' class='middle'>peak memory of a step, as a ratio to the original's</text>\n",
-                     (f.left + f.right) / 2, f.bottom + 40);
+                     (f.left + f.right) / 2, f.bottom + 42);
   return out +
          fmt::format("<text transform='translate(24 {}) rotate(-90)' class='middle'>time of a step, ratio</text>\n",
                      (f.top + f.bottom) / 2);

@@ -90,7 +90,7 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
         c.left, right, c.y(top, v * (1 << 20)), c.left - 6, c.y(top, v * (1 << 20)) + 4, mark_text(v));
   const double time_step = mark_step(c.seconds * 1e3, 8);
   for (double v = 0; v <= c.seconds * 1e3; v += time_step)
-    out += fmt::format("<text x='{:.1f}' y='{}' class='middle'>{}{}</text>\n", c.x(v / 1e3), bottom + 17, mark_text(v),
+    out += fmt::format("<text x='{:.1f}' y='{}' class='middle'>{}{}</text>\n", c.x(v / 1e3), bottom + 20, mark_text(v),
                        v == 0 ? " ms" : "");
   // From the top of the stack down, each area over those below it.
   const auto points = samples(p, groups, c.seconds);
@@ -115,7 +115,7 @@ std::string panel(const Canvas& c, double top, const TitledProfile& titled, cons
     const double x = c.x(*backward);
     out += fmt::format("<line x1='{0:.1f}' x2='{0:.1f}' y1='{1}' y2='{2}' class='mark'/>\n", x, top, bottom);
     out += fmt::format("<text x='{:.1f}' y='{}' class='end'>forward</text><text x='{:.1f}' y='{}'>backward</text>\n",
-                       std::max(x, text_width("forward")) - 5, bottom + 33, x + 5, bottom + 33);
+                       std::max(x, text_width("forward")) - 5, bottom + 37, x + 5, bottom + 37);
   }
   if (p.peak_event >= 0) {
     const auto& e = p.timeline[static_cast<size_t>(p.peak_event)];
