@@ -41,8 +41,12 @@ nlohmann::json page_data(const Options& o, const std::vector<MethodDiff>& d, con
   }
   for (auto& m : d) {
     auto method = operators(m);
-    method.update(
-        {{"path", m.path}, {"type", m.type}, {"method", m.method}, {"status", m.status}, {"instances", m.instances}});
+    method.update({{"path", m.path},
+                   {"type", m.type},
+                   {"method", m.method},
+                   {"status", m.status},
+                   {"instances", m.instances},
+                   {"of_torch", m.of_torch}});
     auto rows = nlohmann::json::array();
     if (m.status != "same")
       for (auto& [a, b] : side_by_side(m)) {
@@ -85,7 +89,7 @@ int show_diff(const Options& o, const Common& common) {
     return equal ? kOk : kDifferent;
   }
   if (o.format == "html") {
-    print(page("tsmem diff", kDiffScript,
+    print(page("tsmem diff", {kDiffScript},
                page_data(o, d, o.method.empty() ? all_totals(a, b) : std::vector<MethodDiff>{})));
     return equal ? kOk : kDifferent;
   }

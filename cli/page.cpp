@@ -8,13 +8,15 @@ static void put(std::string& text, const std::string& mark, const std::string& w
   text.replace(text.find(mark), mark.size(), with);
 }
 
-std::string page(const std::string& title, const std::string& script, const nlohmann::json& data) {
+std::string page(const std::string& title, const std::vector<std::string>& scripts, const nlohmann::json& data) {
   // In a script element nothing but "</" and "<!--" needs care.
   std::string json, plain = data.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   for (char c : plain) json += c == '<' ? "\\u003c" : std::string(1, c);
   std::string text = kPageTemplate;
   put(text, "{{TITLE}}", title);
-  put(text, "{{SCRIPT}}", script);
+  std::string all;
+  for (auto& script : scripts) all += "{\n" + script + "}\n";  // each with names of its own
+  put(text, "{{SCRIPT}}", all);
   put(text, "{{DATA}}", json);
   return text;
 }

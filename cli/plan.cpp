@@ -5,9 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
+#include "cli/front_svg.h"
 #include "cli/planning.h"
+#include "cli/png.h"
 #include "cli/run_options.h"
-#include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/file/model_file.h"
 #include "rewriter/measure/inputs.h"

@@ -17,7 +17,4 @@ struct PlanLimits {
   PlanOptions options(const Common& common, const Progress& progress) const;
 };
 
-// Step time over peak, both as ratios to the original and in their units.
-std::string front_svg(const std::string& title, const PlanFront& front);
-
 }  // namespace tsmem::cli

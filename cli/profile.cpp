@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "cli/cli.h"
+#include "cli/png.h"
 #include "cli/run_options.h"
 #include "cli/timeline.h"
 #include "rewriter/error.h"

@@ -10,10 +10,6 @@ namespace tsmem::cli {
 // Of a module path, the module around it; "" for the outermost.
 std::string parent(const std::string& path);
 
-// What an SVG begins with: size, font and the classes that pictures use; and a text with &, < and quotes escaped.
-std::string svg_head(double width, double height);
-std::string svg_text(const std::string& text);
-
 struct TitledProfile {
   std::string title;
   const Profile* profile;
@@ -23,17 +19,10 @@ struct TitledProfile {
 // marked.
 std::string timeline_svg(const std::vector<TitledProfile>& profiles);
 
-// The same as one page without links: hover, zoom, and a table of the modules.
+// The same as one page without links: a cursor over all of them, zoom, and a table of the modules.
 std::string timeline_html(const std::vector<TitledProfile>& profiles);
 
 // For chrome://tracing and ui.perfetto.dev: a process a profile, with its ops and a counter of live bytes by module.
 std::string chrome_trace(const std::vector<TitledProfile>& profiles);
-
-// Throws Error(ErrorKind::input) where png_of would not find its program.
-void require_png();
-
-// SVG as PNG, by the program rsvg-convert (Debian: librsvg2-bin). Throws Error(ErrorKind::input) where it is missing or
-// fails.
-std::string png_of(const std::string& svg);
 
 }  // namespace tsmem::cli

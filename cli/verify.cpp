@@ -87,6 +87,19 @@ void print_figures(const VerifyResult& r) {
   print("\n" + table(rows));
 }
 
+// An error that is about one of the models names its file.
+VerifyResult verify_files(const Options& o, const torch::jit::Module& a, const torch::jit::Module& b,
+                          const std::vector<c10::IValue>& inputs, const VerifyOptions& options) {
+  try {
+    return verify(a, b, inputs, options);
+  } catch (const Error& e) {
+    const std::string what = e.what();
+    for (const auto& [model, file] : {std::pair{"The first model", o.a}, std::pair{"The second model", o.b}})
+      if (what.starts_with(model)) throw Error(e.kind, "'" + file + "': " + what, e.option);
+    throw;
+  }
+}
+
 int run(const Options& o, const Common& common) {
   o.run.apply();
   require_device(o.run.device);
@@ -107,7 +120,7 @@ int run(const Options& o, const Common& common) {
   if (o.thorough) options.thorough = true;
   Progress progress(common);
   options.progress = [&](const std::string& text, double done) { progress(text, done); };
-  auto r = verify(a.module, b.module, inputs, options);
+  auto r = verify_files(o, a.module, b.module, inputs, options);
   progress.clear();
   int code = r.equal ? kOk : kDifferent;
   if (!o.run.json.empty()) write_json(to_json(r), o.run.json, {o.a, o.b});

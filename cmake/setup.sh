@@ -2,7 +2,7 @@
 # What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
 #   cmake/setup.sh           .venv with the default torch of python/torch-versions.txt, or that of TSMEM_TORCH
 #   cmake/setup.sh other     .venv-2.15 (or what the other is) with the other one there
-#   cmake/setup.sh tests     as the first, and what the tests of another processor need, where it can be installed (tests/test_arm64.py)
+#   cmake/setup.sh tests     as the first, and what the tests of another processor and of pages need, where it can be installed (tests/test_arm64.py, tests/test_pages.py)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build
@@ -10,6 +10,7 @@ mkdir -p build
 die() { echo "set-up: $*" >&2; exit 1; }
 
 # Debian packages
+installed() { dpkg-query -W -f '${Status}' "$1" 2>/dev/null | grep -q 'install ok installed'; }
 packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
 if [ "${1:-}" = tests ] && [ "$(uname -m)" = x86_64 ] && { [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null; }; then
   packages+=(g++-aarch64-linux-gnu qemu-user)
@@ -17,7 +18,7 @@ fi
 if command -v dpkg-query >/dev/null; then
   missing=()
   for p in "${packages[@]}"; do
-    dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'install ok installed' || missing+=("$p")
+    installed "$p" || missing+=("$p")
   done
   if [ ${#missing[@]} -gt 0 ]; then
     as_root=()
@@ -29,6 +30,12 @@ if command -v dpkg-query >/dev/null; then
     "${as_root[@]}" apt-get update -qq || die "apt-get update failed; these packages are missing: ${missing[*]}"
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >build/apt.log 2>&1 ||
       { tail -n 20 build/apt.log >&2; die "apt-get could not install: ${missing[*]}"; }
+  fi
+  # A browser, which not every distribution has as a package of this name.
+  if [ "${1:-}" = tests ] && [ "$(id -u)" -eq 0 ] && ! installed chromium; then
+    echo "set-up: installing chromium"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >build/apt.log 2>&1 ||
+      echo "set-up: chromium could not be installed; tests/test_pages.py says what it leaves out"
   fi
 else
   for tool in cmake ninja g++; do command -v "$tool" >/dev/null || die "'$tool' is missing; install what Debian calls: ${packages[*]}"; done

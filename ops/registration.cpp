@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 namespace tsmem {
+void register_cross_entropy(torch::Library& m);  // DEV
 namespace {
 
 // Whether a copy of this library from another path has registered the operators of this process. This one then leaves
@@ -27,6 +28,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_conv_batch_norm_act(m);
   register_conv_output_size(m);
   register_copies(m);
+  register_cross_entropy(m);
   register_dropout(m);
   register_glu(m);
   register_instance_norm_act(m);

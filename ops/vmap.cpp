@@ -56,6 +56,7 @@ void register_vmap(torch::Library& m) {
                            "conv_transpose1d",
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",
+                           "cross_entropy_loss",
                            "dropout",
                            "dropout.effect",
                            "feature_alpha_dropout",

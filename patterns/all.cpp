@@ -1,6 +1,7 @@
 #include "patterns/all.h"
 
 namespace tsmem {
+Pattern cross_entropy();  // DEV
 
 const std::vector<Pattern>& all_patterns() {
   // Longer chains first: the first pattern that matches a node takes it.
@@ -34,6 +35,7 @@ const std::vector<Pattern>& all_patterns() {
       attention(),
       rnn(),
       softmax(),
+      cross_entropy(),
       copies(),
       pointwise(),
       lookup(),

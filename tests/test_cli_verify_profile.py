@@ -326,6 +326,12 @@ def test_errors(models, args, code, says):
     assert says in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *args, code=code))
 
 
+def test_an_error_names_the_file(models):
+    wrong = ("--input", "2x5x8x8")
+    assert f"'{models / 'net.pt'}': The first model's forward fails" in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *wrong, code=3))
+    assert f"'{models / 'net.pt'}': The model's forward fails" in one_sentence(tsmem("profile", models / "net.pt", *wrong, code=3))
+
+
 def test_pictures(models, tmp_path):
     plain, rewritten = models / "net.pt", tmp_path / "net.mem.pt"
     tsmem("rewrite", plain, "-o", rewritten)

@@ -84,6 +84,18 @@ class Upsampled(nn.Module):
         return nn.functional.avg_pool2d(self.conv(y), 2)
 
 
+class Segmentation(nn.Module):
+    """Its loss included: classes of pixels, predicted at half the size."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        logits = nn.functional.interpolate(self.conv(nn.functional.avg_pool2d(x, 2)), scale_factor=2.0, mode="bilinear")
+        return nn.functional.cross_entropy(logits, x.argmax(1), reduction="none")
+
+
 class Recurrent(nn.Module):
     """An image's rows, one after the other. The first state is made from them: a traced default one has float32 for ever."""
 
@@ -134,6 +146,7 @@ MODELS = {
     "rnn lstm": lambda: RecurrentWithCell(nn.LSTM(32, 24, 2, batch_first=True, dropout=0.2, bidirectional=True)),
     "rnn gru": lambda: Recurrent(nn.GRU(32, 24, 2, batch_first=True)),
     "rnn tanh": lambda: Recurrent(nn.RNN(32, 24, 2, batch_first=True)),
+    "cross-entropy": Segmentation,
     "attention with dropout": lambda: two(lambda: nn.Sequential(nn.Linear(32, 32), Heads())),
 }
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
@@ -143,7 +156,7 @@ LIMITS = {
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
     "pointwise": (0.40, 0.40), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
-    "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "attention with dropout": (0.50, 0.50),
+    "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "cross-entropy": (0.60, 0.60), "attention with dropout": (0.50, 0.50),
     "rnn lstm": (0.30, 0.30), "rnn gru": (0.30, 0.30), "rnn tanh": (0.30, 0.55),
 }
 

@@ -638,6 +638,60 @@ TEST(Regions, SlopesThatAreParametersOrDrawn) {
   }
 }
 
+TEST(Regions, CrossEntropyKeepsItsInput) {
+  for (const char* spelling :
+       {"torch.cross_entropy_loss(y, t)", "torch.cross_entropy_loss(y, t, torch.ones_like(y[0, :, 0, 0]), 2, 1)",
+        "torch.cross_entropy_loss(y.flatten(2), t.flatten(1), None, 0, -100, 0.1)"}) {
+    SCOPED_TRACE(spelling);
+    Module m =
+        net(std::string("def forward(self, x):\n    y = self.conv.forward(x)\n    t = y.argmax(1)\n    return ") +
+            spelling + "\n");
+    Module original = reload(m);
+    const auto found = names(rewrite(m, regions()));
+    EXPECT_NE(std::find(found.begin(), found.end(), "cross-entropy"), found.end());
+    FileCheck().check("tsmem::cross_entropy_loss")->run(graph(m));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+// As of the tensors that attention takes in several layers' code, and of those that a backbone gives out by name.
+TEST(Regions, WhatGoesIntoAListOrADictionaryIsNotWrittenTo) {
+  for (const char* after :
+       {"l: List[Tensor] = []\n    l.append(y)\n    l.append(x)\n    a, b = l\n    return loss + a.sum() + b.sum()",
+        "d: Dict[str, Tensor] = {}\n    if self.training:\n        d['y'] = y\n    return loss, d",
+        "l = [x, x]\n    l[0] = y\n    return loss, l"}) {
+    SCOPED_TRACE(after);
+    Module m = net(std::string("def forward(self, x):\n    y = self.conv.forward(x)\n"
+                               "    loss = torch.cross_entropy_loss(y, y.argmax(1))\n    ") +
+                   after + "\n");
+    const auto found = names(rewrite(m, regions()));
+    EXPECT_NE(std::find(found.begin(), found.end(), "cross-entropy"), found.end());
+  }
+}
+
+TEST(Regions, DoesNotTakeWhatIsOverwrittenByWayOfAList) {
+  for (const char* after :
+       {"l: List[Tensor] = []\n    l.append(y)\n    l[0].mul_(2)\n    return loss + y.sum()",
+        "l: List[Tensor] = []\n    l.append(y)\n    torch._foreach_add_(l, 1)\n    return loss + y.sum()"}) {
+    SCOPED_TRACE(after);
+    Module m = net(std::string("def forward(self, x):\n    y = self.conv.forward(x)\n"
+                               "    loss = torch.cross_entropy_loss(y, y.argmax(1))\n    ") +
+                   after + "\n");
+    EXPECT_TRUE(refused(rewrite(m, regions()), "cross-entropy", "writes to an input of the match later"));
+  }
+}
+
+TEST(Regions, DoesNotTakeACrossEntropyWhoseInputIsOverwritten) {
+  Module m = net(R"(
+    def forward(self, x):
+        y = self.conv.forward(x)
+        loss = torch.cross_entropy_loss(y.flatten(2), y.argmax(1).flatten(1))
+        y.mul_(2)
+        return loss + y.sum()
+  )");
+  EXPECT_TRUE(refused(rewrite(m, regions()), "cross-entropy", "aten::mul_ writes to an input of the match later"));
+}
+
 TEST(Regions, DoesNotTakeAnRreluInPlace) {
   Module m = net("def forward(self, x):\n    return torch.rrelu_(self.conv.forward(x), 0.1, 0.3, True)\n");
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});

@@ -21,6 +21,7 @@ struct MethodDiff {
       added_ops;                     // "aten::relu_" -> how many fewer or more
   std::set<std::string> on_tensors;  // operators of either that have a tensor among their results
   std::vector<std::string> a, b;     // the graphs' lines with normalised value names
+  bool of_torch = false;             // a method of torch.nn's own classes, or a function of torch's
 };
 
 // Compares the classes of the two module trees method by method, paired by where they stand in the tree. Beside the

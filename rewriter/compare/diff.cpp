@@ -101,6 +101,12 @@ void collect_functions(const Block* b, Functions& functions, std::unordered_set<
   }
 }
 
+// PyTorch's own classes and functions; what stands in a container is the model's own doing.
+bool is_of_torch(const std::string& name) {
+  const auto plain = unmangled(name);
+  return plain.starts_with("torch.") && !plain.starts_with("torch.nn.modules.container.");
+}
+
 struct Pair {  // classes that stand at the same places of the two trees; one may be missing
   const c10::ClassType *a, *b;
   std::vector<std::string> paths;
@@ -191,6 +197,7 @@ std::vector<MethodDiff> compare_functions(const Functions& all_a, const Function
       d.method = dot == name.npos ? name : name.substr(dot + 1);
       d.instances = {d.path};
       d.type = "function";
+      d.of_torch = is_of_torch(name);
       result.push_back(std::move(d));
     }
   }
@@ -222,7 +229,9 @@ std::vector<MethodDiff> diff(const Module& a, const Module& b, const std::string
     for (auto& d : found) {
       d.path = pair.paths[0];
       d.instances = pair.paths;
-      d.type = (pair.a ? pair.a : pair.b)->name()->name();
+      const auto& name = *(pair.a ? pair.a : pair.b)->name();
+      d.type = name.name();
+      d.of_torch = is_of_torch(name.qualifiedName());
       result.push_back(std::move(d));
     }
     classes_a.push_back(pair.a);

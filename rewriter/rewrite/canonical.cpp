@@ -181,6 +181,7 @@ bool makes_fresh_tensor(const Node* n) {
                                               "sum",
                                               "softmax",
                                               "log_softmax",
+                                              "cross_entropy_loss",
                                               "upsample_nearest2d",
                                               "upsample_bilinear2d",
                                               "exp",

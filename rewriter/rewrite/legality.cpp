@@ -236,9 +236,12 @@ std::string Legality::writes(Node* n, const Attempt& a, bool in_between) const {
     const auto* alias = schema->arguments()[k].alias_info();
     const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
     if (!written) continue;
+    // What goes into a list or a dictionary, or leaves it, changes that and no tensor's memory.
+    const bool container = !is_tensor(n->input(k)) && alias->containedTypes().empty();
     for (const auto& [name, bound] : a.bound)
-      for (Value* v : tensors_of(bound))
-        if (v->node() != n && sharing_.may_alias(n->input(k), v))
+      for (Value* v : container ? std::vector<Value*>{bound} : tensors_of(bound))
+        if (v->node() != n &&
+            (container ? sharing_.same_container(n->input(k), v) : sharing_.may_alias(n->input(k), v)))
           return fmt::format("{} writes to {} of the match {}", name_of(n), is_result(v, a) ? "a result" : "an input",
                              in_between ? "in between" : "later");
   }

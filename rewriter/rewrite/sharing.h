@@ -16,6 +16,9 @@ class Sharing {
   // Whether a write to `written` may change v, a tensor or a list of tensors.
   bool reaches(Value* written, Value* v);
 
+  // Whether two lists or dictionaries may be the same one.
+  bool same_container(Value* a, Value* b) { return aliases().mayAlias(a, b); }
+
   // Whether v is memory that is new in this call.
   bool made_here(Value* v) const;
 

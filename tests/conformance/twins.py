@@ -118,6 +118,10 @@ def _softmax(ops, x, dim=None, dtype=None, **unused):
     return ops.softmax(x, dim, dtype)
 
 
+def _cross_entropy(ops, x, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    return ops.cross_entropy_loss(x, target, weight, ["none", "mean", "sum"].index(reduction), ignore_index, label_smoothing)
+
+
 def _roll(ops, x, shifts, dims=()):
     return ops.roll(x, shifts if isinstance(shifts, (tuple, list)) else [shifts], dims if isinstance(dims, (tuple, list)) else [dims])
 
@@ -161,6 +165,7 @@ TWINS = {
             "instance_norm": _instance_norm,
             "group_norm": _group_norm,
             "layer_norm": _direct("layer_norm"),
+            "cross_entropy": _cross_entropy,
             "linear": _direct("linear"),
             "scaled_dot_product_attention": _attention,
             "dropout": _dropout("dropout"),

@@ -1,0 +1,170 @@
+// cross_entropy_loss: keeps its input (or what that is made from) and the targets. PyTorch's keeps the input's
+// log_softmax beside it, and its backward makes two tensors of that size where this makes one, the gradient.
+//
+// log_softmax and softmax are those of PyTorch, of a few rows at a time, which stay in cache; 16-bit inputs are
+// computed in float32.
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Reduction.h>
+
+#include "norm_ops.h"
+#include "recompute.h"
+#include "registration.h"
+
+namespace tsmem {
+void register_cross_entropy(torch::Library& m);  // DEV
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kBlock = 1 << 16;        // elements, of each of the CPU's threads
+constexpr int64_t kDeviceBlock = 1 << 25;  // elsewhere
+
+// x as [rows, classes], or, where a pixel's classes are not together, as [images, classes, pixels]; undefined where it
+// is neither without a copy.
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  const Tensor last = x.movedim(1, -1);
+  if (last.is_contiguous()) return last.reshape({-1, x.size(1)});
+  return x.is_contiguous() ? x.view({x.size(0), x.size(1), -1}) : Tensor();
+}
+
+// Targets, or what there is one of for each of them, as the rows or [images, pixels] of as_rows().
+Tensor as_rows(const Tensor& t, const Tensor& rows) {
+  return rows.dim() == 2 ? t.reshape({-1}) : t.reshape({rows.size(0), rows.size(2)});
+}
+
+// f(part) for blocks of the rows, where part(t) is that block of a tensor of as_rows().
+template <class F>
+void each_part(const Tensor& rows, F f) {
+  const int64_t images = rows.size(0), classes = rows.size(1), pixels = rows.dim() == 3 ? rows.size(2) : 1;
+  const int64_t most = rows.is_cpu() ? kBlock * at::get_num_threads() : kDeviceBlock;
+  const int64_t across =
+      std::clamp<int64_t>(most / classes, rows.is_cpu() ? at::get_num_threads() : 1, images * pixels);
+  const int64_t some_pixels = std::min(across, pixels);
+  const int64_t some_images = std::max<int64_t>(across / pixels, 1);
+  for (int64_t i = 0; i < images; i += some_images)
+    for (int64_t p = 0; p < pixels; p += some_pixels)
+      f([&](const Tensor& t) {
+        const Tensor part = t.narrow(0, i, std::min(some_images, images - i));
+        return pixels == 1 ? part : part.narrow(-1, p, std::min(some_pixels, pixels - p));
+      });
+}
+
+struct Loss {
+  int64_t reduction, ignore_index;
+};
+
+// Of each target its class's weight, 0 for one that is ignored.
+Tensor weights_of(const Tensor& target, const OptTensor& weight, const Loss& loss, at::ScalarType dtype) {
+  const Tensor valid = target.ne(loss.ignore_index);
+  if (!weight) return valid.to(dtype);
+  return weight->to(dtype).take(target.masked_fill(valid.logical_not(), 0)).mul_(valid);
+}
+
+struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& weight,
+                        const Loss& loss) {
+    ctx->set_materialize_grads(false);
+    const auto dtype = acc_type(x.scalar_type());
+    const Tensor rows = as_rows(x), targets = as_rows(target, rows);
+    const OptTensor scale = weight ? OptTensor(weight->to(dtype)) : OptTensor();
+    Tensor losses = at::empty(targets.sizes(), x.options().dtype(dtype));
+    each_part(rows, [&](const auto& part) {
+      const Tensor log_p = at::log_softmax(part(rows), 1, dtype);
+      part(losses).copy_(at::nll_loss_nd(log_p, part(targets), scale, at::Reduction::None, loss.ignore_index));
+    });
+    Tensor total;
+    if (loss.reduction == at::Reduction::Mean) total = weights_of(target, weight, loss, dtype).sum();
+    Keeper keeper;
+    keeper.add(x);
+    keeper.add(target, /*always_itself=*/true);
+    keeper.add(value_or_undefined(weight), /*always_itself=*/true);
+    keeper.add(total, /*always_itself=*/true);
+    keeper.save(ctx);
+    ctx->saved_data["reduction"] = loss.reduction;
+    ctx->saved_data["ignore_index"] = loss.ignore_index;
+    if (loss.reduction == at::Reduction::None) return losses.view(target.sizes()).to(x.scalar_type());
+    losses = losses.sum();
+    return (total.defined() ? losses.div_(total) : losses).to(x.scalar_type());
+  }
+
+  // dx = c (softmax(x) - 1 at the target), where c is the loss's gradient times the target's weight.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(4);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    const Kept kept(ctx);
+    const Loss loss{ctx->saved_data["reduction"].toInt(), ctx->saved_data["ignore_index"].toInt()};
+    Tensor dx;
+    {
+      at::NoGradGuard no_grad;
+      const Tensor x = kept[0], target = kept[1], total = kept[3];
+      const auto dtype = acc_type(x.scalar_type());
+      Tensor factor = weights_of(target, optional(kept[2]), loss, dtype).mul_(grad);
+      if (total.defined()) factor.div_(total);
+      const Tensor ignored = target.eq(loss.ignore_index);
+      factor.masked_fill_(ignored, 0);  // where all are, the total is 0
+      dx = at::empty_like(x);
+      const Tensor rows = as_rows(x), to = as_rows(dx);
+      const Tensor classes = as_rows(target.masked_fill(ignored, 0), rows).unsqueeze(1);
+      factor = as_rows(factor, rows).unsqueeze(1);
+      const Tensor minus_one = at::full({}, -1, factor.options()).expand_as(classes);
+      each_part(rows, [&](const auto& part) {
+        Tensor p = at::softmax(part(rows), 1, dtype);
+        p.scatter_add_(1, part(classes), part(minus_one));
+        part(to).copy_(p.mul_(part(factor)));
+      });
+    }
+    result[0] = kept.refuse_double_backward({dx}, "cross_entropy_loss", grad)[0];
+    return result;
+  }
+};
+
+// Elsewhere than on the CPU, autocast treats the two operators that PyTorch's is made of each in its own way.
+bool split_by_autocast(const Tensor& x) {
+  const auto device = x.device().type();
+  return !x.is_cpu() && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+}
+
+// Whether the input in place of its log_softmax takes no more memory: it may be a view of something larger.
+bool small_enough(const Tensor& x) { return costs_nothing(x) || x.storage().nbytes() <= x.nbytes() + x.nbytes() / 4; }
+
+Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction, int64_t ignore_index,
+           double label_smoothing) {
+  const OptTensor w = defined(weight);
+  const auto fits = [&] {
+    if (x.dim() < 2 || target.dim() != x.dim() - 1 || target.size(0) != x.size(0)) return false;
+    return x.sizes().slice(2) == target.sizes().slice(1);
+  };
+  const bool ours = needs_grad(x) && plain(x) && x.numel() > 0 && fits() && target.scalar_type() == at::kLong &&
+                    target.device() == x.device() && label_smoothing == 0 && reduction >= at::Reduction::None &&
+                    reduction <= at::Reduction::Sum && !split_by_autocast(x) && as_rows(x).defined() &&
+                    (!w || (plain(*w) && !w->requires_grad() && w->dim() == 1 && w->size(0) == x.size(1) &&
+                            w->scalar_type() == x.scalar_type() && w->device() == x.device())) &&
+                    small_enough(x);
+  if (!ours) return at::cross_entropy_loss(x, target, weight, reduction, ignore_index, label_smoothing);
+  return CrossEntropy::apply(x, target, w, Loss{reduction, ignore_index});
+}
+
+// The CPU's autocast runs it in float32, and so does TorchScript's.
+Tensor autocast_on_cpu(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
+                       int64_t ignore_index, double label_smoothing) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
+  return run(at::autocast::cached_cast(at::kFloat, x, at::kCPU), target,
+             at::autocast::cached_cast(at::kFloat, weight, at::kCPU), reduction, ignore_index, label_smoothing);
+}
+
+}  // namespace
+
+void register_cross_entropy(torch::Library& m) {
+  m.def(
+      "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
+      "float label_smoothing=0.0) -> Tensor",
+      TORCH_FN(run));
+  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_on_cpu));
+}
+
+}  // namespace tsmem
