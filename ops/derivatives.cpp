@@ -2,6 +2,7 @@
 #include "derivatives.h"
 
 #include <cmath>
+#include <limits>
 
 namespace tsmem {
 namespace {
@@ -91,6 +92,10 @@ Tensor variance(Call c, const Tensor& grad) {
   const double free = static_cast<double>(reduced_numel(c.sizes, dims)) - correction;
   const bool all = dims.isNone() || dims.toIntVector().empty();
   const Tensor mean = all ? c[0].mean() : c[0].mean(dims.toIntVector(), true);
+  if (free <= 0 && (dims.isNone() || dim == 0)) {  // infinity times the deviation
+    constexpr double infinity = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+    return grad * at::where(c[0] == mean, nan, infinity);
+  }
   return (2.0 / free) * unreduced(grad, dims, c.arguments[3].toBool(), dim) * (c[0] - mean);
 }
 
