@@ -465,6 +465,29 @@ def test_modes_of_every_kind(tmp_path):
     assert torch.equal(module(x), module(x))
 
 
+class NothingDropped(nn.Module):
+    """Dropouts of p = 0, as many models have them, before one that draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.none, self.channels = nn.Linear(4, 6), nn.Dropout(0.0), nn.Dropout1d(0.0)
+        self.alpha, self.drop, self.last = nn.AlphaDropout(0.0, inplace=True), nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(self.alpha(self.channels(self.none(self.first(x)).relu()))))
+
+
+def test_dropouts_of_nothing_draw_nothing(tmp_path):
+    torch.manual_seed(0)
+    model = NothingDropped().double().train()
+    torch.export.save(export(model, torch.rand(3, 4, dtype=torch.float64)), tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    for mode in (True, False, True):
+        model.train(mode), module.train(mode)
+        example = lambda n: torch.rand(n, 4, dtype=torch.float64)
+        assert_equal(steps(model, example, (3, 3, 3)), steps(module, example, (3, 3, 3)))
+
+
 class DrawsByHand(nn.Module):
     def forward(self, x):
         return x * torch.empty(x.shape[0], 1).bernoulli_(0.5)
