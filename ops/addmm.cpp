@@ -19,8 +19,7 @@ struct Scales {
 };
 
 // a, b: matrices, or batches of them.
-Tensor product(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by) {
-  const bool batches = a.dim() == 3;
+Tensor product(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, bool batches) {
   if (!self) return batches ? at::bmm(a, b) : at::mm(a, b);
   return batches ? at::baddbmm(*self, a, b, by.beta, by.alpha) : at::addmm(*self, a, b, by.beta, by.alpha);
 }
@@ -39,7 +38,7 @@ struct Product : torch::autograd::Function<Product> {
     data["alpha"] = by.alpha;
     data["beta"] = by.beta;
     if (self) data["self"] = self->sizes();
-    return product(self, a, b, by);
+    return product(self, a, b, by, a.dim() == 3);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -74,15 +73,12 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
   };
   const bool ours = needs_grad(a, b, value_or_undefined(self)) && alike(a) && alike(b) && (!self || alike(*self)) &&
                     a.dim() == dims && b.dim() == dims;
-  if (!ours) {
-    if (!self) return dims == 3 ? at::bmm(a, b) : at::mm(a, b);
-    return dims == 3 ? at::baddbmm(*self, a, b, by.beta, by.alpha) : at::addmm(*self, a, b, by.beta, by.alpha);
-  }
+  if (!ours) return product(self, a, b, by, dims == 3);
   const Tensor out = Product::apply(a, b, self, by);
   offer(
       out, {value_or_undefined(self), a, b},
       [by](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return product(optional(from[0]), from[1], from[2], by);
+        return product(optional(from[0]), from[1], from[2], by, from[1].dim() == 3);
       },
       recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
   return out;

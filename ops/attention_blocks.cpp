@@ -122,9 +122,9 @@ struct Blocks : torch::autograd::Function<Blocks> {
       const Tensor* operands[] = {&q, &k, &v};
       for (int i : {0, 1, 2})
         if (ctx->needs_input_grad(i)) g[i] = at::empty_like(*operands[i]);
-      if (mask && ctx->needs_input_grad(3)) g[3] = at::zeros(scores.mask.sizes(), mask->options());
+      if (mask && ctx->needs_input_grad(3)) g[3] = at::zeros(scores.mask.sizes(), mask->options().dtype(scores.dtype));
       each_part(q, k, [&](const Part& part) { gradients(scores, part, grad, g); });
-      if (g[3].defined()) g[3] = g[3].view(mask->sizes());
+      if (g[3].defined()) g[3] = g[3].view(mask->sizes()).to(mask->scalar_type());
     }
     return kept.refuse_double_backward(std::move(g), "scaled_dot_product_attention", grad);
   }

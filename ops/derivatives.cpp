@@ -2,6 +2,7 @@
 #include "derivatives.h"
 
 #include <cmath>
+#include <limits>
 
 namespace tsmem {
 namespace {
@@ -26,8 +27,8 @@ Tensor pow_base(Call c) {
 
 // At a base of 0 the power is 0 for positive exponents, and so is its derivative.
 Tensor pow_exponent(Call c) {
-  const Tensor zero = at::zeros({}, c.grad.options());
-  return at::where(at::logical_and(c[0] == 0, c[1] >= 0), zero, c.grad * (c.result() * c[0].log()));
+  const Tensor result = c.result(), product = result * c[0].to(result.scalar_type()).log();
+  return c.grad * at::where(at::logical_and(c[0] == 0, c[1] >= 0), at::zeros({}, product.options()), product);
 }
 
 Tensor pow_exponent_of_number(Call c) {
@@ -74,6 +75,7 @@ Tensor unreduced(const Tensor& t, const at::IValue& dims, bool keepdim, int64_t 
 int64_t reduced_numel(at::IntArrayRef sizes, const at::IValue& dims) {
   std::vector<int64_t> list = dims.isNone() ? std::vector<int64_t>() : dims.toIntVector();
   int64_t numel = 1;
+  if (sizes.empty()) return numel;  // its dimensions may be named 0 and -1
   if (list.empty())
     for (const int64_t s : sizes) numel *= s;
   for (const int64_t d : list) numel *= sizes[d < 0 ? d + static_cast<int64_t>(sizes.size()) : d];
@@ -90,6 +92,10 @@ Tensor variance(Call c, const Tensor& grad) {
   const double free = static_cast<double>(reduced_numel(c.sizes, dims)) - correction;
   const bool all = dims.isNone() || dims.toIntVector().empty();
   const Tensor mean = all ? c[0].mean() : c[0].mean(dims.toIntVector(), true);
+  if (free <= 0 && (dims.isNone() || dim == 0)) {  // infinity times the deviation
+    constexpr double infinity = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+    return grad * at::where(c[0] == mean, nan, infinity);
+  }
   return (2.0 / free) * unreduced(grad, dims, c.arguments[3].toBool(), dim) * (c[0] - mean);
 }
 

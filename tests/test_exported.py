@@ -345,6 +345,60 @@ def imported(path, out, *options):
     return torch.jit.load(str(out)), done.stdout
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+
+    def forward(self, x):
+        return self.lstm(x)
+
+
+class DrawsForNothing(nn.Module):
+    """What draws, and what moves its statistics, runs in an exported program, whoever uses the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        F.dropout(x * 1, 0.3, True)
+        self.norm(torch.relu(x))
+        q = x.view(1, 1, -1, 8)
+        F.scaled_dot_product_attention(q, q, q, None, 0.2)
+        return F.silu(x * 2) * x
+
+
+ENDS = {
+    "norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3)),
+    "lstm": Recurrent,
+    "for nothing": DrawsForNothing,
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_programs_that_end_in_a_draw_or_a_norm(tmp_path, name):
+    """Through the tool, which compares the two programs' signatures: same outputs, gradients, buffers and draws."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 8) if name == "lstm" else torch.randn(6, 8)
+    torch.export.save(torch.export.export(ENDS[name]().train(), (x,)), tmp_path / "a.pt2")
+    done = run("rewrite", tmp_path / "a.pt2", "-o", tmp_path / "b.pt2", "--input", "6x3x8" if name == "lstm" else "6x8")
+    assert done.returncode == 0, done.stderr
+    results = []
+    for file in ("a.pt2", "b.pt2"):
+        module = torch.export.load(tmp_path / file).module()
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        out = module(given)
+        outs = [out] if isinstance(out, torch.Tensor) else [out[0], *out[1]]
+        grads = torch.autograd.grad(sum((o * o).sum() for o in outs), [given, *module.parameters()], allow_unused=True)
+        results.append([*outs, *(g for g in grads if g is not None), *module.buffers(), torch.get_rng_state()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_imported_programs_train_as_eager(archive, tmp_path, name):
     conftest.load()

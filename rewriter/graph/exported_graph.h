@@ -32,6 +32,9 @@ nlohmann::json graph_of_module(const torch::jit::Module& rewritten, const nlohma
 // The path of the module whose code a node of a flat body is ("layer1.0.bn1"; "" for the root and for all other nodes).
 std::string module_path(const torch::jit::Node* node);
 
+// Whether nothing uses a node's results, which are among the module's so that it runs: it draws, or updates statistics.
+bool runs_for_its_effect(const torch::jit::Node* node);
+
 // Whether a node is one that TorchScript can't express.
 bool is_opaque(const torch::jit::Node* node);
 

@@ -307,7 +307,7 @@ struct Builder {
 
   // A result that nothing uses, of an operator that draws random numbers or updates statistics: where operators run one
   // by one it runs, and where TorchScript runs them it would not.
-  static bool runs_for_its_effect(Node* n) {
+  static bool has_an_effect(Node* n) {
     if (n->hasUses() || n->outputs().empty()) return false;
     const FunctionSchema* schema = n->maybeSchema();
     if (!schema || schema->is_mutable() || is_opaque(n)) return false;
@@ -318,12 +318,19 @@ struct Builder {
 
   void finish() {
     std::vector<Value*> results;
-    for (const std::string& name : names_in(graph["outputs"])) results.push_back(value(name));
+    std::unordered_set<const Node*> used;
+    for (const std::string& name : names_in(graph["outputs"])) {
+      results.push_back(value(name));
+      used.insert(results.back()->node());
+    }
+    const auto own = static_cast<int64_t>(results.size());
     for (Node* n : g.nodes())
-      if (runs_for_its_effect(n))
+      if (!used.count(n) && has_an_effect(n))
         for (Value* v : n->outputs())
           if (v->type()->isSubtypeOf(*TensorType::get())) results.push_back(v);
-    g.registerOutput(g.insertNode(g.createTuple(results))->output());
+    Node* tuple = g.insertNode(g.createTuple(results));
+    set_own_results(tuple, own);
+    g.registerOutput(tuple->output());
   }
 };
 

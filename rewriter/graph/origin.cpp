@@ -9,7 +9,8 @@ namespace tsmem {
 
 using namespace torch::jit;
 
-static const c10::Symbol kIndex = c10::Symbol::attr("tsmem_node"), kPath = c10::Symbol::attr("tsmem_module");
+static const c10::Symbol kIndex = c10::Symbol::attr("tsmem_node"), kPath = c10::Symbol::attr("tsmem_module"),
+                         kOwnResults = c10::Symbol::attr("tsmem_results");
 
 void set_origin(Node* node, int64_t index, const std::string& path) {
   node->i_(kIndex, index);
@@ -21,6 +22,18 @@ std::optional<int64_t> origin(const Node* node) {
 }
 
 std::string module_path(const Node* node) { return node->hasAttribute(kPath) ? node->s(kPath) : ""; }
+
+void set_own_results(Node* tuple, int64_t count) { tuple->i_(kOwnResults, count); }
+
+bool runs_for_its_effect(const Node* node) {
+  const auto added = [](const Use& use) {
+    return use.user->hasAttribute(kOwnResults) && static_cast<int64_t>(use.offset) >= use.user->i(kOwnResults);
+  };
+  const auto outputs = node->outputs();
+  return node->hasUses() && std::all_of(outputs.begin(), outputs.end(), [&](const Value* v) {
+           return std::all_of(v->uses().begin(), v->uses().end(), added);
+         });
+}
 
 c10::Symbol opaque_symbol() {
   // LibTorch asks every node for its schema: this one takes and gives whatever it likes, and has effects.

@@ -11,6 +11,10 @@ namespace tsmem {
 void set_origin(torch::jit::Node* node, int64_t index, const std::string& path);
 std::optional<int64_t> origin(const torch::jit::Node* node);
 
+// How many of the results in a graph's last tuple are its own. Those behind them are there so that what makes them
+// runs.
+void set_own_results(torch::jit::Node* tuple, int64_t count);
+
 // The operator "tsmem_graph::opaque(...) -> ...".
 c10::Symbol opaque_symbol();
 

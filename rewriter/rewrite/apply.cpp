@@ -117,7 +117,7 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
 }
 
 // Whether an operator of this library has an argument that the rewriter gives.
-static bool takes(const std::string& op, const std::string& argument) {
+bool takes(const std::string& op, const std::string& argument) {
   if (!op.starts_with("tsmem::")) return false;
   for (const auto& o : getAllOperatorsFor(Symbol::fromQualString(op)))
     for (const auto& a : o->schema().arguments())

@@ -15,6 +15,9 @@ using RecomputeValue = std::function<Value*(Graph&, const std::string& op, const
 enum class Offers { nothing, cheap, expensive };
 Offers offers_recompute(const std::string& op);
 
+// Whether an op of ours has an argument of that name.
+bool takes(const std::string& op, const std::string& argument);
+
 // The matches of a module class's method in its own view; null where it is not rewritten.
 using MatchesOf = std::function<const std::vector<Found>*(const c10::ClassType*, const std::string& method)>;
 

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "patterns/pattern.h"
-#include "rewriter/rewrite/canonical.h"
-#include "rewriter/rewrite/view.h"
+#include "rewriter/rewrite/operators.h"
 
 namespace tsmem {
 
@@ -42,13 +41,6 @@ struct NearMiss {
 struct MatchResult {
   std::vector<Found> found;
   std::vector<NearMiss> refused;
-};
-
-// What the loaded module says of tensors among its attributes, by path from the method's own module, over all instances
-// of the class.
-struct Attributes {
-  std::function<bool(const std::string&, const std::string&)> alias;  // may be the same memory (tied parameters)
-  std::function<bool(const std::string&)> integral;                   // is a tensor of integers: a counter
 };
 
 MatchResult find_matches(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes);

@@ -100,6 +100,12 @@ def make_programs(folder):
     return [dynamic, rewritten, rich]
 
 
+def made_apart(kind, folder):
+    """Good files, "models" or "programs", made in a process of their own: the names in a file depend on what its process has compiled before, and what a seed makes of a file depends on those."""
+    made = subprocess.run([sys.executable, "-W", "ignore", __file__, "--make", kind, folder], check=True, stdout=subprocess.PIPE, text=True)
+    return [pathlib.Path(line) for line in made.stdout.splitlines()]
+
+
 def program_commands(bad, good, out):
     """What `commands` are for TorchScript."""
     todo = commands(bad, good, out)
@@ -191,12 +197,17 @@ def check(tool, seed, models, folder, few=False):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("seeds", help="first:last, last not included")
+    parser.add_argument("seeds", nargs="?", default="0:2000", help="first:last, last not included")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--exported", action="store_true", help="programs of torch.export in place of TorchScript files")
     parser.add_argument("--keep", type=pathlib.Path, help="keep the files here")
+    parser.add_argument("--make", nargs=2, metavar=("models|programs", "FOLDER"), help="write the good files there, print their names, and no more")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # zipfile's, of names that are there twice
+    if options.make:
+        kind, folder = options.make
+        print(*{"models": make_models, "programs": make_programs}[kind](pathlib.Path(folder)), sep="\n")
+        return 0
     first, last = map(int, options.seeds.split(":"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or pathlib.Path(temporary)

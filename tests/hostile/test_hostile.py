@@ -6,12 +6,12 @@ import run_hostile
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return run_hostile.make_models(tmp_path_factory.mktemp("models"))
+    return run_hostile.made_apart("models", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    return run_hostile.make_programs(tmp_path_factory.mktemp("programs"))
+    return run_hostile.made_apart("programs", tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,23 @@ def test_attention_with_dropout_keeps_no_probabilities():
     assert kept[1] < 20_000 < 2 * 4 * 256 * 256 * 4 * 2 < kept[0], kept
 
 
+def test_gradient_of_a_mask_in_16_bits_is_summed_in_float32():
+    """Over more blocks than one: as close to float32's as PyTorch's."""
+    torch.manual_seed(0)
+    n, heads, length = 48, 12, 65
+    q, k, v, cotangent = (torch.randn(n, heads, length, 16).bfloat16() for _ in range(4))
+    mask = torch.randn(1, heads, length, length).bfloat16()
+
+    def gradient(f, dtype):
+        given = mask.to(dtype).requires_grad_()
+        y = f(*(t.to(dtype) for t in (q, k, v)), given)
+        return torch.autograd.grad(y, given, (cotangent + 0.5).to(dtype))[0].float()
+
+    exact = gradient(sdpa, torch.float32)
+    error = lambda f: float((gradient(f, torch.bfloat16) - exact).norm() / exact.norm())
+    assert error(blocks) <= 1.5 * error(sdpa)
+
+
 def test_attention_with_dropout_all_of_a_row_masked():
     q, k, v = needing(heads(), [True] * 3)
     mask = torch.ones(17, 17, dtype=torch.bool)

@@ -167,6 +167,29 @@ def test_equals_stock(name, recompute):
             assert_close(outcome(ours(name, recompute), args, grads), outcome(stock(name), args, grads))
 
 
+EDGES = {
+    "var.dim": [(X.mean(), [0], False, False), (X.mean(), [-1], True, True), (X.mean(), None, True, False)],
+    "std.dim": [(X.mean(), [0], False, False), (X.mean(), [-1], True, True)],
+    "var.correction": [(X[0, 0], None, 5), (X[0, 0], None, 7), (X[0, 0], [0], 5), (X.mean(), [0], 0)],
+    "std.correction": [(X[0, 0], None, 5), (X[0, 0], None, 7), (X[0, 0], [0], 7), (X.mean(), [-1], 0)],
+    "pow.Tensor_Tensor": [
+        (P.float(), Y),
+        (P.bfloat16(), Y.float()),
+        (torch.tensor([2, 0, 3]), Y[0, 0, :3]),
+        (torch.tensor([0.0, 0.0, 2.0], dtype=F64), torch.tensor([2.0, 0.0, float("inf")], dtype=F64)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_equals_stock_at_the_edges(name):
+    """Tensors without dimensions, more degrees of freedom than elements, operands of two dtypes, infinite gradients."""
+    for args in EDGES[name]:
+        y = stock(name)(*args)
+        for cotangent in (None, torch.full_like(y, float("inf"))):
+            assert_close(outcome(ours(name), args, cotangent=cotangent), outcome(stock(name), args, cotangent=cotangent))
+
+
 @ALL
 def test_dtypes_layouts_and_sizes(name):
     for args in CASES[name]:

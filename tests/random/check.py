@@ -27,7 +27,7 @@ BUILD = pathlib.Path(os.environ.get("TSMEM_BUILD", ROOT / "build"))
 TOOL = os.environ.get("TSMEM_BIN", str(BUILD / "bin" / "tsmem"))
 OPS = os.environ.get("TSMEM_OPS", str(BUILD / "lib" / "libtsmem_ops.so"))
 PATTERNS = ("conv-bn-act-recompute conv-bn-act bn-act-max-pool bn-add-act bn-act-mul bn-act batch-norm instance-norm act-mul activation conv dropout max-pool shape-only smooth-activation"
-            " linear layer-norm cat add mul attention softmax copies").split()
+            " linear layer-norm cat add mul attention softmax copies addmm rms-norm composed-activation prelu glu rrelu rnn pointwise lookup").split()
 TIMEOUT = 300
 # What the tool refuses by name, and documents: docs/regions.md.
 REFUSALS = (re.compile(r"checkpoint can't wrap (\S+): (?:its|an argument of its) method \S+ .*, so it can't be run again"), re.compile(r"(\S+) is to be checkpointed but not \S+, which is called by the same code"))

@@ -412,6 +412,29 @@ def s_cat(w):
             define(w, act(w, half.name), v.shape)
 
 
+def recurrent(w, s):
+    """A recurrent network over rows, its output as wide as they are."""
+    n, t, d = s.shape
+    cell, both, layers = w.one("LSTM", "LSTM", "GRU", "GRU", "RNN", "RELU"), w.chance(0.3), w.one(1, 1, 2)
+    hidden = d // 2 if both else d
+    rest = ", nonlinearity='relu'" if cell == "RELU" else f", proj_size={hidden}" if cell == "LSTM" and w.chance(0.15) else ""
+    own = hidden + 1 if "proj" in rest else hidden
+    dropout = w.one(0.0, 0.3) if layers == 2 else 0.0
+    m = module(w, "rnn", f"nn.{'RNN' if cell == 'RELU' else cell}({d}, {own}, {layers}, bias={w.one('True', 'True', 'False')}, batch_first=True, dropout={dropout}, bidirectional={both}{rest})")
+    h = fresh(w)
+    if cell == "LSTM" or w.chance(0.4):
+        out = define(w, f"{m}({s.name})[0]", s.shape)
+    else:
+        state = w.one("", f", torch.zeros({layers * (1 + both)}, {n}, {hidden}, dtype={s.name}.dtype)", f", {s.name}[:, :1, :{hidden}].transpose(0, 1).expand({layers * (1 + both)}, -1, -1).contiguous()")
+        out = Var(fresh(w), s.shape)
+        w.put(f"{out.name}, {h} = {m}({s.name}{state})")
+        w.env.append(out)
+        if w.chance(0.5):
+            w.put(w.one("{h}.mul_(0.5)", "{h} = {h} * 0.5", "{h}.relu_()").format(h=h))
+            out = define(w, f"{out.name} + {h}.mean((0, 2)).view({n}, 1, 1)", s.shape)
+    return out
+
+
 def s_sequence(w):
     """To rows and back: linear layers, attention, matrix products, softmax, layer norms."""
     v = image(w)
@@ -424,7 +447,9 @@ def s_sequence(w):
     s = define(w, rows, (n, t, d))
     for _ in range(w.one(1, 1, 2, 3)):
         k = w.p.rng.random()
-        if k < 0.2:
+        if k < 0.12:
+            s = recurrent(w, s)
+        elif k < 0.2:
             s = define(w, f"{module(w, 'norm', f'nn.LayerNorm({d})')}({s.name})", s.shape)
         elif k < 0.45:
             s = define(w, w.one(f"{module(w, 'fc', f'nn.Linear({d}, {d})')}({s.name})", f"F.linear({s.name}, {parameter(w, (d, d))})", f"{s.name} @ {parameter(w, (d, d))}", f"torch.matmul({s.name}, {parameter(w, (d, d))}.t())",
@@ -766,7 +791,7 @@ def program(seed: int, attempt: int = 0) -> str:
             called = "other"
     p.classes.append(finish_class(c, methods))
     parameters = rng.random()
-    frozen = "all" if parameters < 0.06 else rng.choice(["conv", "bn", "w", "fc", "b0"]) if parameters < 0.3 else ""
+    frozen = "all" if parameters < 0.06 else rng.choice(["conv", "bn", "w", "fc", "b0", "rnn"]) if parameters < 0.3 else ""
     train = rng.choice([True, True, True, False])
     calls = [(train, bool(i % 2 == 0), rng.choice([1, 2, 2, 3]), True) for i in range(4)] if rng.random() < 0.5 else [(train, True, 2, True)] * 4
     if rng.random() < 0.12:

@@ -1,0 +1,131 @@
+#include "rewriter/rewrite/build.h"
+
+#include <fmt/format.h>
+#include <torch/csrc/jit/api/function_impl.h>
+
+#include "ops/recompute_argument.h"
+#include "rewriter/error.h"
+#include "rewriter/method_call.h"
+#include "rewriter/rewrite/added_names.h"
+#include "rewriter/rewrite/checkpoint.h"
+#include "rewriter/rewrite/unused_norms.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+using namespace added_names;
+
+namespace {
+
+// Of these, what is not left out: what is never applied there is no reason to inline a call.
+MatchesOf allowed_matches_of(const Results& results) {
+  return [&results](const c10::ClassType* type, const std::string& name) {
+    auto it = results.find({type, name});
+    return it == results.end() ? nullptr : &it->second.allowed;
+  };
+}
+
+// Makes the values of the ops' argument `recompute` for one class. At Level::plan each op has an attribute of its own,
+// which is given to all instances and noted in `sites`.
+RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
+                                  std::vector<Site>& sites) {
+  return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
+    const bool expensive = offers_recompute(op) == Offers::expensive;
+    const bool again = level != Level::ops && !expensive;
+    if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
+    if (level != Level::plan) return g.insertConstant(argument_of(again ? Recompute::shared : Recompute::off));
+    const std::string name = kRecompute + std::to_string(attributes++);
+    std::unordered_set<const c10::ivalue::Object*> done;
+    for (const std::string& path : c.paths)
+      if (Module m = submodule(module, path); done.insert(m._ivalue().get()).second) {
+        m.register_attribute(name, IntType::get(), argument_of(again ? Recompute::each_time : Recompute::keep));
+        sites.push_back({path, name, op, expensive});
+      }
+    return g.insertGetAttr(g.inputs()[0], name);
+  };
+}
+
+// A method's body with its matches applied, and which those are. Where code that is never run can't be told apart,
+// everything is inlined.
+struct Applied {
+  Choice choice;
+  std::optional<View> body;
+};
+
+Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
+                 const RecomputeValue& recompute) {
+  Applied a;
+  for (const bool inline_all : {false, true}) {
+    if (inline_all)
+      for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
+    a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
+                              matches_of(results), allowed_matches_of(results));
+    if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
+    // What keeps such a norm stands right behind it (keep_unused_norms).
+    if (!result.around_unused.empty()) {
+      result.inlined.merge(std::unordered_set(result.around_unused));
+      a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
+                                matches_of(results), allowed_matches_of(results));
+    }
+    const Graph& source = *function_graph(const_cast<Function*>(&f));
+    if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
+  }
+  throw std::logic_error(fmt::format("an inner value of a match is used in {}", f.name()));
+}
+
+// Makes the calls of checkpointed modules in a rewritten body run again as a whole.
+void checkpoint_in(const View& body, const ModuleClass& c, const Selection& selection, const Scopes& scopes,
+                   Result& result) {
+  result.checkpoints = checkpoint_calls(body.graph->block(), c.paths.front(), [&](const Node* call) {
+    // TorchScript's casts end at an operator that calls a method.
+    if (const auto type = call->input(0)->type()->cast<c10::ClassType>();
+        type && selection.in_autocast.count({type.get(), call->s(attr::name)}))
+      return false;
+    const Place& place = body.places.at(call);
+    const auto scope = scopes.all.find({place.scope, place.node, -1});
+    if (scope == scopes.all.end() || !result.used.count(scope->second.get()) ||
+        !is_checkpointed(selection.checkpointed, c, scope->second->path))
+      return false;
+    if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
+      throw Error(ErrorKind::request,
+                  fmt::format("checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                              "later ({}), so it can't be run again",
+                              join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
+    return true;
+  });
+}
+
+}  // namespace
+
+std::vector<Site> build_bodies(const Module& module, const Selection& selection, Scopes& scopes, Results& results) {
+  std::vector<Site> sites;
+  for (const ModuleClass& c : selection.classes) {
+    size_t attributes = 0;
+    const auto recompute = recompute_argument(module, c, selection.options.level, attributes, sites);
+    for (Function* f : std::vector<Function*>(c.type->methods())) {
+      const Method method{c.type.get(), f->name()};
+      const auto it = results.find(method);
+      if (it == results.end()) continue;
+      Result& result = it->second;
+      Applied applied = apply_in(*f, result, selection, scopes, results, recompute);
+      if (!applied.body) continue;
+      for (const Found* found : applied.choice.matches) result.found.push_back(*found);
+      if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
+        checkpoint_in(*applied.body, c, selection, scopes, result);
+      if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;
+      result.body = applied.body->graph;
+      result.body_view = std::move(applied.body);
+    }
+  }
+  // What runs of a body depends on all that it calls.
+  const BodyOf body_of = rewritten_bodies(results);
+  for_each_result(selection, results, [&](const ModuleClass&, const Function& f, Result& result) {
+    if (!result.body) return;
+    keep_unused_norms(*function_graph(const_cast<Function*>(&f)), *result.body_view, body_of);
+    result.body->lint();
+  });
+  return sites;
+}
+
+}  // namespace tsmem

@@ -1,0 +1,159 @@
+#include "rewriter/rewrite/find.h"
+
+#include <torch/csrc/jit/api/function_impl.h>
+
+#include "rewriter/method_call.h"
+#include "rewriter/rewrite/added_names.h"
+#include "rewriter/rewrite/autodiff.h"
+#include "rewriter/rewrite/checkpoint.h"
+#include "rewriter/rewrite/unused_norms.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+using namespace added_names;
+
+namespace {
+
+// What the instances of a class say of its attributes.
+Attributes attributes_of(std::vector<Module> instances) {
+  return {[instances](const std::string& a, const std::string& b) {
+            for (const Module& m : instances) {
+              const at::Tensor x = attribute(m, a), y = attribute(m, b);
+              if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
+            }
+            return false;
+          },
+          [instances](const std::string& a) {
+            for (const Module& m : instances)
+              if (const at::Tensor x = attribute(m, a);
+                  !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
+                return false;
+            return true;
+          }};
+}
+
+// The dropouts in modules that run again, and whether they draw when TorchScript differentiates all of the method,
+// which the rewritten module's own code does not show.
+std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(const Graph& graph, const ModuleClass& c,
+                                                              const Selection& selection, const Result& result,
+                                                              Scopes& scopes) {
+  View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
+  remove_dead_code(whole, UnusedNorms::stay);
+  const auto differentiated = differentiated_dropouts(whole);
+  std::map<std::pair<const Scope*, Node*>, bool> found;
+  for (const auto& [n, place] : whole.places) {
+    if (n->kind() != aten::dropout) continue;
+    for (const Scope* s = place.scope; s; s = s->parent)
+      if (s->of_module && result.used.count(s) && is_checkpointed(selection.checkpointed, c, s->path))
+        found[{place.scope, place.node}] = differentiated.count(n) > 0;
+  }
+  return found;
+}
+
+// The calls and branches that lead from one scope to another in it.
+std::vector<std::pair<Node*, int>> way_in(const Scope* from, const Scope* to) {
+  std::vector<std::pair<Node*, int>> way;
+  for (const Scope* s = to; s != from; s = s->parent) way.emplace_back(s->node, s->branch);
+  return way;
+}
+
+// A dropout in a module that runs again draws nothing for nothing where the caller's would not.
+void draw_as_callers(Results& results) {
+  for (const auto& [caller, result] : results)
+    for (const auto& [place, draws] : result.draws_again) {
+      if (draws) continue;
+      for (const Scope* s = place.first; s; s = s->parent) {
+        const auto callee = s->of_module ? results.find({s->type.get(), s->method}) : results.end();
+        if (callee == results.end()) continue;
+        for (Found& found : callee->second.matched.found)
+          for (const Place& p : found.nodes)
+            if (p.node == place.second && way_in(nullptr, p.scope) == way_in(s, place.first)) found.draws = false;
+      }
+    }
+}
+
+// The matches of one method, in a view of all that it calls.
+Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
+                    Scopes& scopes) {
+  Result result;
+  if (!selection.checkpointed.empty()) {
+    result.used = used_calls(graph, scopes);
+    result.overwritten = overwritten_arguments(graph, scopes);
+  }
+  // Nothing is matched across the border of a module that runs again as a whole.
+  View view = copy_graph(graph, scopes, [&](const Scope* s) {
+    if (!s->of_module || !is_checkpointed(selection.checkpointed, c, s->path)) return true;
+    if (result.used.count(s)) return false;
+    add_with_parents(s->parent, result.inlined);
+    result.not_used.insert(s->path);
+    return true;
+  });
+  for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+  result.dead = remove_dead_code(view, UnusedNorms::stay);
+  for (const Node* n : view.unused)
+    if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
+  result.matched = find_matches(view, selection.patterns, attributes);
+  if (selection.options.runs_eagerly) return result;
+  if (!selection.checkpointed.empty()) result.draws_again = drawing_inside(graph, c, selection, result, scopes);
+  const auto differentiated = differentiated_dropouts(view);
+  for (Found& found : result.matched.found)
+    for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
+  return result;
+}
+
+// Whether a method between the view's own and a match refuses one of that pattern too: then it says why.
+bool refused_further_in(const NearMiss& miss, const Results& results) {
+  for (const Scope* s = miss.scope; s; s = s->parent) {
+    const auto own = s->of_module ? results.find({s->type.get(), s->method}) : results.end();
+    if (own == results.end()) continue;
+    const auto& refused = own->second.matched.refused;
+    if (std::any_of(refused.begin(), refused.end(), [&](const NearMiss& m) { return m.pattern == miss.pattern; }))
+      return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Results match_methods(const Module& module, const Selection& selection, Scopes& scopes) {
+  Results results;
+  for (const ModuleClass& c : selection.classes) {
+    std::vector<Module> instances;
+    for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
+    const Attributes attributes = attributes_of(std::move(instances));
+    for (Function* f : c.type->methods()) {
+      GraphFunction* function = graph_function(f);
+      const Method method{c.type.get(), f->name()};
+      if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
+      results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes));
+    }
+  }
+  draw_as_callers(results);
+  return results;
+}
+
+void assign_matches(const Selection& selection, const Scopes& scopes, Results& results) {
+  for_each_result(selection, results, [&](const ModuleClass& c, const Function& f, Result& result) {
+    for (const NearMiss& miss : result.matched.refused) {
+      const Scope* s = miss.scope;
+      while (s && !s->of_module) s = s->parent;
+      if (!refused_further_in(miss, results))
+        result.refused.push_back({miss.pattern->name, s ? s->path : "", miss.reason});
+    }
+    const auto& all = result.matched.found;
+    const auto own =
+        choose_matches(all, all, result.copied, result.inlined, scopes, matches_of(results), matches_of(results))
+            .matches;
+    for (const Found& found : all) {
+      const LeftOut left_out = leaves_out(found, c, {c.type.get(), f.name()}, selection);
+      if (!left_out.is)
+        result.allowed.push_back(found);
+      else if (!left_out.reason.empty() && std::find(own.begin(), own.end(), &found) != own.end())
+        result.refused.push_back({found.pattern->name, "", left_out.reason, left_out.shared_class});
+    }
+  });
+}
+
+}  // namespace tsmem

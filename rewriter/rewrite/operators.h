@@ -1,0 +1,36 @@
+// The operators of a view that patterns can mean, and the `with` blocks around its nodes.
+#pragma once
+#include <functional>
+
+#include "rewriter/rewrite/canonical.h"
+#include "rewriter/rewrite/view.h"
+
+namespace tsmem {
+
+// What the loaded module says of tensors among its attributes, by path from the method's own module, over all instances
+// of the class.
+struct Attributes {
+  std::function<bool(const std::string&, const std::string&)> alias;  // may be the same memory (tied parameters)
+  std::function<bool(const std::string&)> integral;                   // is a tensor of integers: a counter
+};
+
+struct Operators {
+  std::unordered_map<const Node*, CanonicalOp> canonical;
+  std::unordered_map<std::string, std::vector<Node*>> by_name;  // in the order in which they run
+  std::unordered_set<const Node*> in_autocast, in_no_grad;
+  std::unordered_map<const Node*, int> with_blocks;  // a number for the `with` blocks around a node
+  bool sets_attributes = false;
+};
+
+Operators collect_operators(const View& view, const Attributes& attributes);
+
+// A sum or product with a number that was traced: a constant tensor without dimensions.
+bool by_traced_number(const CanonicalOp& op);
+std::optional<c10::IValue> traced_number(const Value* v);
+
+// A node by its module's path and operator, as reasons name it.
+std::string name_of(const View& view, const Node* n);
+
+bool is_tensor(const Value* v);
+
+}  // namespace tsmem

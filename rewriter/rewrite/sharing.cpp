@@ -1,0 +1,175 @@
+#include "rewriter/rewrite/sharing.h"
+
+#include "rewriter/rewrite/order.h"
+
+namespace tsmem {
+
+using namespace torch::jit;
+
+namespace {
+
+// Whether nothing adds to a list, or puts it elsewhere.
+bool is_unpacked_only(const Value* list) {
+  return std::all_of(list->uses().begin(), list->uses().end(), [](const Use& use) {
+    return use.user->kind() == prim::ListUnpack ||
+           (use.user->kind() == prim::Return && use.user->owningBlock()->owningNode() &&
+            use.user->owningBlock()->owningNode()->kind() == prim::If);
+  });
+}
+
+// Whether the results are the first argument or views of it, by the schema, and of nothing else.
+bool gives_part_of_first(const Node* n) {
+  const FunctionSchema* schema = n->maybeSchema();
+  if (!schema || !n->kind().is_aten() || may_give_its_argument(n) || schema->returns().size() != 1 ||
+      !schema->returns()[0].alias_info())
+    return false;
+  const auto& arguments = schema->arguments();
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if ((arguments[i].alias_info() != nullptr) != (i == 0)) return false;
+  return true;
+}
+
+}  // namespace
+
+bool Sharing::may_alias(Value* x, Value* y) {
+  x = root(x), y = root(y);
+  if (x == y) return true;
+  const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
+  if (fresh_x && fresh_y) return false;
+  // Memory that is new is not what was there before, but for what an earlier iteration has left: LibTorch's analysis
+  // takes all that has been in a tuple for one.
+  if (((fresh_x && runs_before(y->node(), x->node())) || (fresh_y && runs_before(x->node(), y->node()))) &&
+      !in_one_loop(x->node(), y->node()))
+    return false;
+  const auto path_x = attribute_path(x), path_y = attribute_path(y);
+  if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
+  // The tensors that patterns take are floating point; num_batches_tracked is not.
+  if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) ||
+      (path_y && !path_y->empty() && attributes_.integral(*path_y)))
+    return false;
+  if (!operators_.sets_attributes && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
+  ValueSet from_x, from_y;
+  if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x, from_y);
+  const ValueSet& all = sharing(x);
+  return std::any_of(all.begin(), all.end(),
+                     [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
+}
+
+bool Sharing::reaches(Value* written, Value* v) {
+  if (is_tensor(v)) return may_alias(written, v);
+  if (v->type()->kind() != ListType::Kind || v->type()->containedType(0)->kind() != TensorType::Kind) return false;
+  if (v->node()->kind() != prim::ListConstruct) {
+    const ValueSet& all = sharing(written);
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), v); });
+  }
+  for (Value* element : v->node()->inputs())
+    if (may_alias(written, element)) return true;
+  return false;
+}
+
+bool Sharing::made_here(Value* v) const {
+  ValueSet origins;
+  return collect_origins(v, origins) &&
+         std::all_of(origins.begin(), origins.end(), [](const Value* x) { return makes_fresh_tensor(x->node()); });
+}
+
+Value* Sharing::root(Value* v) const {
+  while (true) {
+    auto op = operators_.canonical.find(v->node());
+    if (op == operators_.canonical.end() || !op->second.in_place) return v;
+    v = v->node()->input(0);
+  }
+}
+
+AliasDb& Sharing::aliases() {
+  if (!alias_) alias_ = std::make_unique<AliasDb>(view_.graph);
+  return *alias_;
+}
+
+// v, and what an operator that may give its argument on has from its memory or gives to it: LibTorch's analysis takes
+// the result of such an operator for a new tensor.
+const Sharing::ValueSet& Sharing::sharing(Value* v) {
+  if (sharing_.empty()) collect_givers(view_.graph->block());
+  const auto [known, is_new] = sharing_.try_emplace(v, ValueSet{v});
+  ValueSet& all = known->second;
+  if (!is_new) return all;
+  std::vector<bool> added(givers_.size());
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (size_t i = 0; i < givers_.size(); ++i) {
+      if (added[i]) continue;
+      const auto touches = [&](Value* part) {
+        return std::any_of(all.begin(), all.end(),
+                           [&](const Value* x) { return aliases().mayContainAlias(const_cast<Value*>(x), part); });
+      };
+      if (std::none_of(givers_[i].begin(), givers_[i].end(), touches)) continue;
+      all.insert(givers_[i].begin(), givers_[i].end());
+      added[i] = changed = true;
+    }
+  }
+  return all;
+}
+
+// The tensors that each such operator takes and gives.
+void Sharing::collect_givers(Block* block) {
+  for (Node* n : block->nodes()) {
+    for (Block* b : n->blocks()) collect_givers(b);
+    if (!may_give_its_argument(n)) continue;
+    std::vector<Value*>& shared = givers_.emplace_back();
+    for (const auto& values : {n->inputs(), at::ArrayRef<Value*>(n->outputs())})
+      for (Value* v : values)
+        if (is_tensor(v) || v->type()->kind() == ListType::Kind) shared.push_back(v);
+  }
+}
+
+// Adds where the memory of v, a tensor or a list of tensors, comes from: new tensors, attributes and the graph's
+// inputs. False where that isn't known. LibTorch's analysis takes all that has been in a tuple or a list for one.
+bool Sharing::collect_origins(Value* v, ValueSet& origins) const {
+  v = root(v);
+  Node* n = v->node();
+  const bool list = v->type()->kind() == ListType::Kind;
+  if (list && !is_unpacked_only(v)) return false;
+  if (v->type()->kind() == NoneType::Kind) return true;
+  if (n->kind() == prim::If) {
+    const auto of_branch = [&](Block* b) { return collect_origins(b->outputs()[v->offset()], origins); };
+    return std::all_of(n->blocks().begin(), n->blocks().end(), of_branch);
+  }
+  if (!list) {
+    const auto path = attribute_path(v);
+    if (makes_fresh_tensor(n) || (path && !path->empty()) || n == view_.graph->param_node()) {
+      origins.insert(v);
+      return true;
+    }
+  }
+  if (n->kind() == prim::unchecked_cast || n->kind() == prim::ListUnpack) return collect_origins(n->input(0), origins);
+  if (n->kind() == prim::ListConstruct)
+    return std::all_of(n->inputs().begin(), n->inputs().end(), [&](Value* x) { return collect_origins(x, origins); });
+  if (n->kind() == prim::TupleUnpack) return collect_origins_in_tuple(n->input(0), v->offset(), origins);
+  return gives_part_of_first(n) && collect_origins(n->input(0), origins);
+}
+
+bool Sharing::collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) const {
+  Node* n = tuple->node();
+  if (n->kind() == prim::TupleConstruct) return collect_origins(n->input(element), origins);
+  if (n->kind() != prim::If) return false;
+  return std::all_of(n->blocks().begin(), n->blocks().end(), [&](Block* b) {
+    return collect_origins_in_tuple(b->outputs()[tuple->offset()], element, origins);
+  });
+}
+
+bool Sharing::share_an_origin(const ValueSet& x, const ValueSet& y) const {
+  const auto same = [&](const Value* a, const Value* b) {
+    if (a == b) return true;
+    if (makes_fresh_tensor(a->node()) && makes_fresh_tensor(b->node())) return false;
+    if (makes_fresh_tensor(a->node()) || makes_fresh_tensor(b->node())) return operators_.sets_attributes;
+    const auto path_a = attribute_path(a), path_b = attribute_path(b);
+    const bool attributes = path_a && path_b && !path_a->empty() && !path_b->empty();
+    return !attributes || attributes_.alias(*path_a, *path_b);
+  };
+  return std::any_of(x.begin(), x.end(), [&](const Value* a) {
+    return std::any_of(y.begin(), y.end(), [&](const Value* b) { return same(a, b); });
+  });
+}
+
+}  // namespace tsmem

@@ -1,0 +1,46 @@
+// Which values of a view may share memory: by who made a tensor, by the real memory of the loaded parameters and
+// buffers, and by LibTorch's alias analysis, in this order.
+#pragma once
+#include "rewriter/rewrite/operators.h"
+
+namespace tsmem {
+
+class Sharing {
+ public:
+  Sharing(const View& view, const Operators& operators, const Attributes& attributes)
+      : view_(view), operators_(operators), attributes_(attributes) {}
+
+  // Whether two tensors may share memory.
+  bool may_alias(Value* x, Value* y);
+
+  // Whether a write to `written` may change v, a tensor or a list of tensors.
+  bool reaches(Value* written, Value* v);
+
+  // Whether two lists or dictionaries may be the same one.
+  bool same_container(Value* a, Value* b) { return aliases().mayAlias(a, b); }
+
+  // Whether v is memory that is new in this call.
+  bool made_here(Value* v) const;
+
+  // The first value of a chain of in-place operators.
+  Value* root(Value* v) const;
+
+ private:
+  using ValueSet = std::unordered_set<Value*>;
+
+  const View& view_;
+  const Operators& operators_;
+  const Attributes& attributes_;
+  std::unique_ptr<torch::jit::AliasDb> alias_;
+  std::vector<std::vector<Value*>> givers_;
+  std::unordered_map<Value*, ValueSet> sharing_;
+
+  torch::jit::AliasDb& aliases();
+  const ValueSet& sharing(Value* v);
+  void collect_givers(Block* block);
+  bool collect_origins(Value* v, ValueSet& origins) const;
+  bool collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) const;
+  bool share_an_origin(const ValueSet& x, const ValueSet& y) const;
+};
+
+}  // namespace tsmem
