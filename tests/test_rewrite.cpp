@@ -746,6 +746,37 @@ TEST(Regions, WhatIsMadeFromATensorThatIsWrittenToIsKept) {
   EXPECT_EQ(recompute, (std::vector<int64_t>{0, 1}));
 }
 
+// What a detector's search finds and its table of anchors are no norm's weight, unless one of that name is set.
+TEST(Regions, WritesToWhatIsNewAreNoneToOtherAttributesThanThoseSet) {
+  for (const auto& [table, recompute] : {std::pair{"anchors", 1}, std::pair{"weight", 0}}) {
+    SCOPED_TRACE(table);
+    Module m = module("Net");
+    m.register_module("conv", conv());
+    m.register_module("bn", norm());
+    m.register_buffer(table, at::zeros({3}));
+    m.define(fmt::format(R"(
+    def forward(self, x):
+        z = torch.relu(self.bn.forward(self.conv.forward(x)))
+        best, places = torch.max(z.flatten(1), 1)
+        found: List[Tensor] = []
+        found.append(places)
+        places[places < 2] = 0
+        scores = torch.zeros_like(best)
+        found.append(scores)
+        scores[0:1].copy_(best[0:1])
+        self.{} = torch.full([3], 1.0)
+        return z, found
+  )",
+                         table));
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, regions()), "bn-act"));
+    for (auto* n : m.get_method("forward").graph()->nodes())
+      if (n->kind() == c10::Symbol::fromQualString("tsmem::batch_norm_act"))
+        EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), recompute);
+    expect_same_numbers(original, m, image());
+  }
+}
+
 // These may give their argument, or a view of it, and their schemas don't say so.
 TEST(Regions, SeesThroughWhatGivesItsArgument) {
   for (const char* given : {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)",
