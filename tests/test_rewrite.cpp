@@ -778,6 +778,22 @@ TEST(Regions, WritesToWhatIsNewAreNoneToOtherAttributesThanThoseSet) {
   }
 }
 
+// A norm's statistics, which it writes to, are not the bias that a layer does without.
+TEST(Regions, WhatIsNoneSharesNoMemory) {
+  Module m = module("Net");
+  m.register_module("bn", norm());
+  m.register_parameter("scale", at::ones({7}), false);
+  m.register_attribute("shift", c10::OptionalType::ofTensor(), c10::IValue());
+  m.define(R"(
+    def forward(self, x):
+        return self.bn.forward(torch.layer_norm(torch.relu(x), [7], self.scale, self.shift))
+  )");
+  EXPECT_TRUE(matched(rewrite(m, regions()), "layer-norm"));
+  for (auto* n : m.get_method("forward").graph()->nodes())
+    if (n->kind() == c10::Symbol::fromQualString("tsmem::layer_norm"))
+      EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), 1);
+}
+
 // These may give their argument, or a view of it, and their schemas don't say so.
 TEST(Regions, SeesThroughWhatGivesItsArgument) {
   for (const char* given : {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)",

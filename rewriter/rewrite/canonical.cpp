@@ -196,6 +196,8 @@ bool makes_fresh_tensor(const Node* n) {
                                               "empty_like",
                                               "full",
                                               "full_like",
+                                              "empty",
+                                              "new_empty",
                                               "new_full",
                                               "new_ones",
                                               "new_zeros",

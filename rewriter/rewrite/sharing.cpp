@@ -42,7 +42,8 @@ bool Sharing::may_alias(Value* x, Value* y) {
       !in_one_loop(x->node(), y->node()))
     return false;
   const auto path_x = attribute_path(x), path_y = attribute_path(y);
-  if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
+  if (path_x && path_y && !path_x->empty() && !path_y->empty())
+    return attributes_.alias(*path_x, *path_y) || is_set(*path_x) || is_set(*path_y);
   // The tensors that patterns take are floating point; num_batches_tracked is not.
   if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) ||
       (path_y && !path_y->empty() && attributes_.integral(*path_y)))
@@ -170,7 +171,7 @@ bool Sharing::share_an_origin(const ValueSet& x, const ValueSet& y) const {
     if (makes_fresh_tensor(a->node())) return path_b && is_set(*path_b);
     if (makes_fresh_tensor(b->node())) return path_a && is_set(*path_a);
     const bool attributes = path_a && path_b && !path_a->empty() && !path_b->empty();
-    return !attributes || attributes_.alias(*path_a, *path_b);
+    return !attributes || attributes_.alias(*path_a, *path_b) || is_set(*path_a) || is_set(*path_b);
   };
   return std::any_of(x.begin(), x.end(), [&](const Value* a) {
     return std::any_of(y.begin(), y.end(), [&](const Value* b) { return same(a, b); });
