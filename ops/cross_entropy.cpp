@@ -12,7 +12,6 @@
 #include "registration.h"
 
 namespace tsmem {
-void register_cross_entropy(torch::Library& m);  // DEV
 namespace {
 
 using at::Tensor;

@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 namespace tsmem {
-void register_cross_entropy(torch::Library& m);  // DEV
 namespace {
 
 // Whether a copy of this library from another path has registered the operators of this process. This one then leaves

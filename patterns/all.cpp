@@ -1,7 +1,6 @@
 #include "patterns/all.h"
 
 namespace tsmem {
-Pattern cross_entropy();  // DEV
 
 const std::vector<Pattern>& all_patterns() {
   // Longer chains first: the first pattern that matches a node takes it.

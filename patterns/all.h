@@ -15,6 +15,7 @@ Pattern conv_bn_act_recompute();
 Pattern act_mul();
 Pattern activation();
 Pattern convolution();
+Pattern cross_entropy();
 Pattern dropout();
 Pattern max_pool();
 Pattern shape_only();

@@ -2,7 +2,6 @@
 #include "patterns/same_schema.h"
 
 namespace tsmem {
-Pattern cross_entropy();  // DEV
 
 // l = cross_entropy(x, t): its backward needs softmax(x), which is cheap to make from x.
 Pattern cross_entropy() {

@@ -670,15 +670,16 @@ TEST(Regions, WhatGoesIntoAListOrADictionaryIsNotWrittenTo) {
 }
 
 TEST(Regions, DoesNotTakeWhatIsOverwrittenByWayOfAList) {
-  for (const char* after :
-       {"l: List[Tensor] = []\n    l.append(y)\n    l[0].mul_(2)\n    return loss + y.sum()",
-        "l: List[Tensor] = []\n    l.append(y)\n    torch._foreach_add_(l, 1)\n    return loss + y.sum()"}) {
-    SCOPED_TRACE(after);
-    Module m = net(std::string("def forward(self, x):\n    y = self.conv.forward(x)\n"
-                               "    loss = torch.cross_entropy_loss(y, y.argmax(1))\n    ") +
-                   after + "\n");
-    EXPECT_TRUE(refused(rewrite(m, regions()), "cross-entropy", "writes to an input of the match later"));
-  }
+  Module m = net(R"(
+    def forward(self, x):
+        y = self.conv.forward(x)
+        loss = torch.cross_entropy_loss(y, y.argmax(1))
+        l: List[Tensor] = []
+        l.append(y)
+        l[0].mul_(2)
+        return loss + y.sum()
+  )");
+  EXPECT_TRUE(refused(rewrite(m, regions()), "cross-entropy", "writes to an input of the match later"));
 }
 
 TEST(Regions, DoesNotTakeACrossEntropyWhoseInputIsOverwritten) {
@@ -744,6 +745,53 @@ TEST(Regions, WhatIsMadeFromATensorThatIsWrittenToIsKept) {
     if (n->kind() == c10::Symbol::fromQualString("tsmem::cat"))
       recompute.push_back(torch::jit::toIValue(n->inputs().back())->toInt());
   EXPECT_EQ(recompute, (std::vector<int64_t>{0, 1}));
+}
+
+// What a detector's search finds and its table of anchors are no norm's weight, unless one of that name is set.
+TEST(Regions, WritesToWhatIsNewAreNoneToOtherAttributesThanThoseSet) {
+  for (const auto& [table, recompute] : {std::pair{"anchors", 1}, std::pair{"weight", 0}}) {
+    SCOPED_TRACE(table);
+    Module m = module("Net");
+    m.register_module("conv", conv());
+    m.register_module("bn", norm());
+    m.register_buffer(table, at::zeros({3}));
+    m.define(fmt::format(R"(
+    def forward(self, x):
+        z = torch.relu(self.bn.forward(self.conv.forward(x)))
+        best, places = torch.max(z.flatten(1), 1)
+        found: List[Tensor] = []
+        found.append(places)
+        places[places < 2] = 0
+        scores = torch.zeros_like(best)
+        found.append(scores)
+        scores[0:1].copy_(best[0:1])
+        self.{} = torch.full([3], 1.0)
+        return z, found
+  )",
+                         table));
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, regions()), "bn-act"));
+    for (auto* n : m.get_method("forward").graph()->nodes())
+      if (n->kind() == c10::Symbol::fromQualString("tsmem::batch_norm_act"))
+        EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), recompute);
+    expect_same_numbers(original, m, image());
+  }
+}
+
+// A norm's statistics, which it writes to, are not the bias that a layer does without.
+TEST(Regions, WhatIsNoneSharesNoMemory) {
+  Module m = module("Net");
+  m.register_module("bn", norm());
+  m.register_parameter("scale", at::ones({7}), false);
+  m.register_attribute("shift", c10::OptionalType::ofTensor(), c10::IValue());
+  m.define(R"(
+    def forward(self, x):
+        return self.bn.forward(torch.layer_norm(torch.relu(x), [7], self.scale, self.shift))
+  )");
+  EXPECT_TRUE(matched(rewrite(m, regions()), "layer-norm"));
+  for (auto* n : m.get_method("forward").graph()->nodes())
+    if (n->kind() == c10::Symbol::fromQualString("tsmem::layer_norm"))
+      EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), 1);
 }
 
 // These may give their argument, or a view of it, and their schemas don't say so.

@@ -16,10 +16,24 @@ using namespace added_names;
 
 namespace {
 
+// Whether an attribute is none: the bias of a layer that has none.
+bool is_none(Module m, const std::string& path) {
+  for (size_t from = 0;;) {
+    const size_t dot = path.find('.', from);
+    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
+    if (!m.hasattr(name)) return false;
+    const c10::IValue v = m.attr(name);
+    if (dot == std::string::npos) return v.isNone();
+    m = v.toModule();
+    from = dot + 1;
+  }
+}
+
 // What the instances of a class say of its attributes.
 Attributes attributes_of(std::vector<Module> instances) {
   return {[instances](const std::string& a, const std::string& b) {
             for (const Module& m : instances) {
+              if (is_none(m, a) || is_none(m, b)) continue;
               const at::Tensor x = attribute(m, a), y = attribute(m, b);
               if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
             }

@@ -236,8 +236,10 @@ std::string Legality::writes(Node* n, const Attempt& a, bool in_between) const {
     const auto* alias = schema->arguments()[k].alias_info();
     const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
     if (!written) continue;
-    // What goes into a list or a dictionary, or leaves it, changes that and no tensor's memory.
-    const bool container = !is_tensor(n->input(k)) && alias->containedTypes().empty();
+    // What goes into a list or a dictionary, or leaves it, changes that and no tensor's memory; where a schema says
+    // Tensor[], as that of _foreach_add_ does, the tensors are meant.
+    const bool container =
+        !is_tensor(n->input(k)) && !schema->arguments()[k].type()->isSubtypeOf(*ListType::ofTensors());
     for (const auto& [name, bound] : a.bound)
       for (Value* v : container ? std::vector<Value*>{bound} : tensors_of(bound))
         if (v->node() != n &&

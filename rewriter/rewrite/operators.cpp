@@ -52,7 +52,8 @@ class Collector {
   void collect(Block* block, int autocast, int no_grad) {
     std::vector<int> around;
     for (Node* n : block->nodes()) {
-      if (n->kind() == prim::SetAttr) found.sets_attributes |= may_hold_tensor(n->input(1)->type());
+      if (n->kind() == prim::SetAttr && may_hold_tensor(n->input(1)->type()))
+        found.set_attributes.insert(n->s(attr::name));
       if (borders_autocast(n)) autocast += n->kind() == prim::Enter ? 1 : -1;
       if (autocast > 0) found.in_autocast.insert(n);
       if (borders_no_grad(n)) no_grad += n->kind() == prim::Enter ? 1 : -1;

@@ -19,7 +19,7 @@ struct Operators {
   std::unordered_map<std::string, std::vector<Node*>> by_name;  // in the order in which they run
   std::unordered_set<const Node*> in_autocast, in_no_grad;
   std::unordered_map<const Node*, int> with_blocks;  // a number for the `with` blocks around a node
-  bool sets_attributes = false;
+  std::set<std::string> set_attributes;              // the names of those that are given tensors, of whatever module
 };
 
 Operators collect_operators(const View& view, const Attributes& attributes);

@@ -42,17 +42,22 @@ bool Sharing::may_alias(Value* x, Value* y) {
       !in_one_loop(x->node(), y->node()))
     return false;
   const auto path_x = attribute_path(x), path_y = attribute_path(y);
-  if (path_x && path_y && !path_x->empty() && !path_y->empty()) return attributes_.alias(*path_x, *path_y);
+  if (path_x && path_y && !path_x->empty() && !path_y->empty())
+    return attributes_.alias(*path_x, *path_y) || is_set(*path_x) || is_set(*path_y);
   // The tensors that patterns take are floating point; num_batches_tracked is not.
   if ((path_x && !path_x->empty() && attributes_.integral(*path_x)) ||
       (path_y && !path_y->empty() && attributes_.integral(*path_y)))
     return false;
-  if (!operators_.sets_attributes && ((fresh_x && path_y) || (fresh_y && path_x))) return false;
+  if ((fresh_x && path_y && !is_set(*path_y)) || (fresh_y && path_x && !is_set(*path_x))) return false;
   ValueSet from_x, from_y;
   if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x, from_y);
   const ValueSet& all = sharing(x);
   return std::any_of(all.begin(), all.end(),
                      [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
+}
+
+bool Sharing::is_set(const std::string& path) const {
+  return operators_.set_attributes.count(path.substr(path.rfind('.') + 1));
 }
 
 bool Sharing::reaches(Value* written, Value* v) {
@@ -162,10 +167,11 @@ bool Sharing::share_an_origin(const ValueSet& x, const ValueSet& y) const {
   const auto same = [&](const Value* a, const Value* b) {
     if (a == b) return true;
     if (makes_fresh_tensor(a->node()) && makes_fresh_tensor(b->node())) return false;
-    if (makes_fresh_tensor(a->node()) || makes_fresh_tensor(b->node())) return operators_.sets_attributes;
     const auto path_a = attribute_path(a), path_b = attribute_path(b);
+    if (makes_fresh_tensor(a->node())) return path_b && is_set(*path_b);
+    if (makes_fresh_tensor(b->node())) return path_a && is_set(*path_a);
     const bool attributes = path_a && path_b && !path_a->empty() && !path_b->empty();
-    return !attributes || attributes_.alias(*path_a, *path_b);
+    return !attributes || attributes_.alias(*path_a, *path_b) || is_set(*path_a) || is_set(*path_b);
   };
   return std::any_of(x.begin(), x.end(), [&](const Value* a) {
     return std::any_of(y.begin(), y.end(), [&](const Value* b) { return same(a, b); });

@@ -40,6 +40,8 @@ class Sharing {
   void collect_givers(Block* block);
   bool collect_origins(Value* v, ValueSet& origins) const;
   bool collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) const;
+  // Whether the attribute of this path may be given another tensor in this call.
+  bool is_set(const std::string& path) const;
   bool share_an_origin(const ValueSet& x, const ValueSet& y) const;
 };
 
