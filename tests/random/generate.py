@@ -801,7 +801,7 @@ def program(seed: int, attempt: int = 0) -> str:
     config = {
         "dtype": dtype, "how": how, "shape": main, "inputs": [rng.choice(["leaf", "made", "made", "plain"]), rng.choice(["leaf", "made", "plain"])],
         "layout": rng.choice(["contiguous"] * 4 + ["channels_last"]), "frozen": frozen, "freeze_after": rng.random() < 0.5, "method": called, "calls": calls,
-        "autocast": how != "none" and dtype == "float32" and rng.random() < 0.12, "backward": rng.choice(["once"] * 6 + ["retain", "outputs", "grad"]),
+        "autocast": how != "none" and dtype == "float32" and rng.random() < 0.12, "backward": rng.choice(["once"] * 6 + ["retain", "outputs", "grad", "two calls", "two calls"]),
     }
     text = HEAD + "\n" + "\n".join(source + "" for _, source in p.functions) + ("\n" if p.functions else "") + "\n".join(p.classes)
     return text + "\nCONFIG = dict(" + ", ".join(f"{k}={v!r}" for k, v in config.items()) + ")\n"

@@ -108,7 +108,7 @@ def candidates(source: str) -> Dict[str, str]:
         for k in range(0, len(removable), some):
             gone = {x for i, j in removable[k:k + some] for x in range(i, j)}
             found.append((f"without {k} of {parts} of {len(lines)}", joined([line for x, line in enumerate(lines) if x not in gone])))
-    for text, plain in ((r"'retain'|'outputs'|'grad'", "'once'"), (r"'channels_last'", "'contiguous'"), (r"frozen='\w+'", "frozen=''"), (r"freeze_after=True", "freeze_after=False"), (r"'bfloat16'|'float32'", "'float64'"),
+    for text, plain in ((r"'retain'|'outputs'|'grad'|'two calls'", "'once'"), (r"'channels_last'", "'contiguous'"), (r"frozen='\w+'", "frozen=''"), (r"freeze_after=True", "freeze_after=False"), (r"'bfloat16'|'float32'", "'float64'"),
                         (r"autocast=True", "autocast=False"), (r"'trace'", "'script'")):
         where = len(lines) - 1 - next(k for k, line in enumerate(reversed(lines)) if line.startswith("CONFIG"))
         changed = re.sub(text, plain, lines[where])

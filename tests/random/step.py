@@ -73,12 +73,15 @@ def one_call(module, config: dict, call: int, dtype: torch.dtype, noise: float) 
     module.train(train)
     for p in module.parameters():
         p.grad = None
-    leaves, passed = inputs(config, call, dtype, noise)
-    arguments = passed[:1] if config["method"] == "other" else passed if config["how"] == "trace" else [*passed, flag, n]
+    twice = [inputs(config, seed, dtype, noise) for seed in ((call, 50 + call) if config["backward"] == "two calls" else (call,))]
+    leaves, passed = [[x for one in twice for x in one[i]] for i in (0, 1)]
     torch.default_generator.manual_seed(100 + call)
     r: Record = {"grad mode": grad}
     with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=torch.bfloat16, enabled=config["autocast"]):
-        out = tensors(getattr(module, config["method"])(*arguments))
+        out = []
+        for _, given in twice:
+            arguments = given[:1] if config["method"] == "other" else given if config["how"] == "trace" else [*given, flag, n]
+            out += tensors(getattr(module, config["method"])(*arguments))
     places: Dict[int, int] = {}
     for t in passed:
         places.setdefault(t.untyped_storage().data_ptr(), len(places))
