@@ -433,3 +433,25 @@ def test_bad_input_files(models, tmp_path, save, says):
 @pytest.mark.parametrize("command", ["profile", "verify"])
 def test_help_has_an_example(command):
     assert f"Example: tsmem {command} model.pt" in tsmem(command, "--help").stdout
+
+
+class Overwrites(nn.Module):
+    """Its argument of integers, in training alone."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.linear, self.by = nn.Linear(3, 3), by
+
+    def forward(self, x, n):
+        if self.training:
+            n.add_(self.by)
+        return self.linear(x)
+
+
+def test_verify_compares_what_becomes_of_inputs(tmp_path):
+    for name, by in (("a.pt", 1), ("b.pt", 2), ("same.pt", 1)):
+        torch.manual_seed(0)
+        torch.jit.script(Overwrites(by)).save(str(tmp_path / name))
+    inputs = ["--input", "2x3", "--input", "4:i64[0,9)", "--no-measure"]
+    tsmem("verify", tmp_path / "a.pt", tmp_path / "same.pt", *inputs)
+    tsmem("verify", tmp_path / "a.pt", tmp_path / "b.pt", *inputs, code=1)

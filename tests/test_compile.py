@@ -88,6 +88,30 @@ class Sine(torch.autograd.Function):
         return 3 * grad * ctx.saved_tensors[0].cos()  # not the derivative: who traces through it is found out
 
 
+class Twice(nn.Module):
+    """One weight and one norm on both sides of a border."""
+
+    def __init__(self, border):
+        super().__init__()
+        self.border, self.conv, self.norm = border, nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def half(self, x):
+        return F.silu(self.norm(self.conv(x)))
+
+    def forward(self, x):
+        y = self.half(x)
+        if self.border == "function":
+            y = Sine.apply(y)
+        elif self.border == "no_grad":
+            with torch.no_grad():
+                z = y.sin()
+            y = y * z
+        else:
+            with torch.autocast("cpu", enabled=False):
+                y = y.sin()
+        return self.half(y)
+
+
 class OwnFunction(Net):
     def forward(self, x):
         return self.end(self.b(Sine.apply(self.a(x))))
@@ -288,6 +312,14 @@ def test_dynamic_shapes(dynamic):
 
 def test_channels_last():
     check(Net().to(memory_format=torch.channels_last), [SMALL.contiguous(memory_format=torch.channels_last)])
+
+
+@pytest.mark.parametrize("border", ["function", "no_grad", "autocast"])
+def test_a_weight_on_both_sides_of_a_border(border, caplog):
+    """Either part is rewritten."""
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Twice(border))
+    assert caplog.text.count("bn-act") == 2 and "as it is" not in caplog.text
 
 
 def test_training_flags_and_frozen_parts_change():

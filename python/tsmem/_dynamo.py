@@ -186,9 +186,6 @@ class _Rewritten(torch.nn.Module):
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
         examples = [None if k is None else k.example for k in self.known]
         self.graphs[self.memory(examples)], self.report = self.rewritten(examples)
-        for k in self.known:
-            if k is not None:
-                k.example = None  # the first call's tensors are not held
 
     def memory(self, values: Sequence[Any]) -> Tuple[int, ...]:
         return _memory([values[i] for i in self.state_at])
@@ -259,6 +256,8 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             whole = new
         else:
             setattr(gm, name, new)
+    for given in inputs.values():
+        given.example = None  # the first call's tensors are not held
     if failed is not None and strict:
         raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "kind", "input")) from failed
     level = logging.WARNING if failed is not None else logging.INFO

@@ -253,24 +253,27 @@ class Matcher {
   struct Write {
     Node* node;
     Value* tensor;
-    bool always;  // may happen before any node runs again in backward: to memory that outlives a call
+    bool always;      // may happen before any node runs again in backward: to memory that outlives a call
+    bool statistics;  // of a norm: no argument's memory
   };
 
   // What is written in place by nodes that stay, other than counters, and the statistics that norms update, which their
   // schemas don't say.
   void collect_writes(Block* block, std::vector<Write>& writes) {
-    const auto add = [&](Node* n, Value* v) { writes.push_back({n, v, !sharing_.made_here(v)}); };
+    const auto add = [&](Node* n, Value* v, bool statistics) {
+      writes.push_back({n, v, !sharing_.made_here(v), statistics});
+    };
     for (Node* n : block->nodes()) {
       for (Block* b : n->blocks()) collect_writes(b, writes);
       if (updates_statistics(n))
-        for (size_t k : {3, 4}) add(n, n->input(k));
+        for (size_t k : {3, 4}) add(n, n->input(k), /*statistics=*/true);
       const FunctionSchema* schema = n->maybeSchema();
       if (!schema || !schema->is_mutable() || taken_.count(n)) continue;
       for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
         const auto* alias = schema->arguments()[k].alias_info();
         if (!alias || !alias->isWrite() || !is_tensor(n->input(k))) continue;
         const auto path = attribute_path(sharing_.root(n->input(k)));
-        if (!path || path->empty() || !attributes_.integral(*path)) add(n, n->input(k));
+        if (!path || path->empty() || !attributes_.integral(*path)) add(n, n->input(k), /*statistics=*/false);
       }
     }
   }
@@ -293,7 +296,7 @@ class Matcher {
   void mark_overwritten() {
     std::vector<Write> writes;
     collect_writes(view_.graph->block(), writes);
-    for (Value* written : view_.overwritten_unused) writes.push_back({nullptr, written, true});
+    for (Value* written : view_.overwritten_unused) writes.push_back({nullptr, written, true, false});
     if (writes.empty()) return;
     for (size_t i = 0; i < accepted_.size(); ++i) {
       const Attempt& a = accepted_[i];
@@ -305,7 +308,9 @@ class Matcher {
       const auto read = read_again(a, found);
       found.overwritten = std::any_of(writes.begin(), writes.end(), [&](const Write& w) {
         return (w.always || may_run_after(w.node, a.nodes.back())) &&
-               std::any_of(read.begin(), read.end(), [&](Value* v) { return sharing_.reaches(w.tensor, v); });
+               std::any_of(read.begin(), read.end(), [&](Value* v) {
+                 return (!w.statistics || sharing_.may_be_attribute(v)) && sharing_.reaches(w.tensor, v);
+               });
       });
     }
   }

@@ -73,6 +73,17 @@ bool Sharing::reaches(Value* written, Value* v) {
   return false;
 }
 
+bool Sharing::may_be_attribute(Value* v) const {
+  const auto may_be = [&](Value* x) {
+    ValueSet origins;
+    return !collect_origins(x, origins) || std::any_of(origins.begin(), origins.end(), [](const Value* origin) {
+      return attribute_path(origin).value_or("") != "";
+    });
+  };
+  if (v->node()->kind() != prim::ListConstruct) return may_be(v);
+  return std::any_of(v->node()->inputs().begin(), v->node()->inputs().end(), may_be);
+}
+
 bool Sharing::made_here(Value* v) const {
   ValueSet origins;
   return collect_origins(v, origins) &&

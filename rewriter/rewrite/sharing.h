@@ -19,6 +19,9 @@ class Sharing {
   // Whether two lists or dictionaries may be the same one.
   bool same_container(Value* a, Value* b) { return aliases().mayAlias(a, b); }
 
+  // Whether v, a tensor or a list that is made here, may be an attribute's memory.
+  bool may_be_attribute(Value* v) const;
+
   // Whether v is memory that is new in this call.
   bool made_here(Value* v) const;
 

@@ -158,7 +158,8 @@ double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
 }
 
 Errors errors(const Outcome& u, const Outcome& v) {
-  return {worst(u.outputs, v.outputs), worst(u.gradients, v.gradients), worst(u.buffers, v.buffers)};
+  return {worst(u.outputs, v.outputs), worst(u.gradients, v.gradients),
+          std::max(worst(u.buffers, v.buffers), worst(u.inputs, v.inputs))};
 }
 
 std::vector<IValue> vary(const std::vector<IValue>& inputs, int n, double size, uint64_t seed) {
