@@ -234,15 +234,15 @@ std::string Legality::writes(Node* n, const Attempt& a, bool in_between) const {
   if (!schema->is_mutable() && !norm) return "";
   for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
     const auto* alias = schema->arguments()[k].alias_info();
-    const bool written = (alias && alias->isWrite()) || (norm && (k == 3 || k == 4) && is_tensor(n->input(k)));
-    if (!written) continue;
+    const bool statistics = norm && (k == 3 || k == 4) && is_tensor(n->input(k));
+    if (!statistics && !(alias && alias->isWrite())) continue;
     // What goes into a list or a dictionary, or leaves it, changes that and no tensor's memory; where a schema says
     // Tensor[], as that of _foreach_add_ does, the tensors are meant.
     const bool container =
         !is_tensor(n->input(k)) && !schema->arguments()[k].type()->isSubtypeOf(*ListType::ofTensors());
     for (const auto& [name, bound] : a.bound)
       for (Value* v : container ? std::vector<Value*>{bound} : tensors_of(bound))
-        if (v->node() != n &&
+        if (v->node() != n && (!statistics || sharing_.may_be_attribute(v)) &&
             (container ? sharing_.same_container(n->input(k), v) : sharing_.may_alias(n->input(k), v)))
           return fmt::format("{} writes to {} of the match {}", name_of(n), is_result(v, a) ? "a result" : "an input",
                              in_between ? "in between" : "later");

@@ -17,6 +17,12 @@ bool is_unpacked_only(const Value* list) {
   });
 }
 
+// Whether n takes an element out of a list of tensors, or reads it there.
+bool gives_element(const Node* n) {
+  return (n->kind() == aten::pop || n->kind() == aten::__getitem__) &&
+         n->input(0)->type()->isSubtypeOf(*ListType::ofTensors());
+}
+
 // Whether the results are the first argument or views of it, by the schema, and of nothing else.
 bool gives_part_of_first(const Node* n) {
   const FunctionSchema* schema = n->maybeSchema();
@@ -49,8 +55,8 @@ bool Sharing::may_alias(Value* x, Value* y) {
       (path_y && !path_y->empty() && attributes_.integral(*path_y)))
     return false;
   if ((fresh_x && path_y && !is_set(*path_y)) || (fresh_y && path_x && !is_set(*path_x))) return false;
-  ValueSet from_x, from_y;
-  if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x, from_y);
+  Origins from_x, from_y;
+  if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x.found, from_y.found);
   const ValueSet& all = sharing(x);
   return std::any_of(all.begin(), all.end(),
                      [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
@@ -75,19 +81,19 @@ bool Sharing::reaches(Value* written, Value* v) {
 
 bool Sharing::may_be_attribute(Value* v) const {
   const auto may_be = [&](Value* x) {
-    ValueSet origins;
-    return !collect_origins(x, origins) || std::any_of(origins.begin(), origins.end(), [](const Value* origin) {
-      return attribute_path(origin).value_or("") != "";
-    });
+    Origins origins;
+    return !collect_origins(x, origins) ||
+           std::any_of(origins.found.begin(), origins.found.end(),
+                       [](const Value* origin) { return attribute_path(origin).value_or("") != ""; });
   };
   if (v->node()->kind() != prim::ListConstruct) return may_be(v);
   return std::any_of(v->node()->inputs().begin(), v->node()->inputs().end(), may_be);
 }
 
 bool Sharing::made_here(Value* v) const {
-  ValueSet origins;
-  return collect_origins(v, origins) &&
-         std::all_of(origins.begin(), origins.end(), [](const Value* x) { return makes_fresh_tensor(x->node()); });
+  Origins origins;
+  return collect_origins(v, origins) && std::all_of(origins.found.begin(), origins.found.end(),
+                                                    [](const Value* x) { return makes_fresh_tensor(x->node()); });
 }
 
 Value* Sharing::root(Value* v) const {
@@ -141,8 +147,9 @@ void Sharing::collect_givers(Block* block) {
 
 // Adds where the memory of v, a tensor or a list of tensors, comes from: new tensors, attributes and the graph's
 // inputs. False where that isn't known. LibTorch's analysis takes all that has been in a tuple or a list for one.
-bool Sharing::collect_origins(Value* v, ValueSet& origins) const {
+bool Sharing::collect_origins(Value* v, Origins& origins) const {
   v = root(v);
+  if (!origins.seen.insert(v).second) return true;
   Node* n = v->node();
   const bool list = v->type()->kind() == ListType::Kind;
   if (list && !is_unpacked_only(v)) return false;
@@ -151,21 +158,45 @@ bool Sharing::collect_origins(Value* v, ValueSet& origins) const {
     const auto of_branch = [&](Block* b) { return collect_origins(b->outputs()[v->offset()], origins); };
     return std::all_of(n->blocks().begin(), n->blocks().end(), of_branch);
   }
+  if (n->kind() == prim::Uninitialized) return true;  // behind what raises
+  // What a loop carries comes from before it and from its earlier iterations.
+  if (n->kind() == prim::Loop)
+    return collect_origins(n->input(2 + v->offset()), origins) &&
+           collect_origins(n->blocks()[0]->outputs()[1 + v->offset()], origins);
+  if (Node* loop = n->owningBlock()->owningNode();
+      n->kind() == prim::Param && loop && loop->kind() == prim::Loop && v->offset() > 0)
+    return collect_origins(loop->input(1 + v->offset()), origins) &&
+           collect_origins(n->owningBlock()->outputs()[v->offset()], origins);
   if (!list) {
     const auto path = attribute_path(v);
-    if (makes_fresh_tensor(n) || (path && !path->empty()) || n == view_.graph->param_node()) {
-      origins.insert(v);
+    if (makes_fresh_tensor(n) || (path && !path->empty()) || n == view_.graph->param_node() ||
+        (n->kind() == prim::Constant && is_tensor(v))) {
+      origins.found.insert(v);
       return true;
     }
   }
   if (n->kind() == prim::unchecked_cast || n->kind() == prim::ListUnpack) return collect_origins(n->input(0), origins);
   if (n->kind() == prim::ListConstruct)
     return std::all_of(n->inputs().begin(), n->inputs().end(), [&](Value* x) { return collect_origins(x, origins); });
+  if (gives_element(n)) return collect_origins_of_elements(n->input(0), origins);
   if (n->kind() == prim::TupleUnpack) return collect_origins_in_tuple(n->input(0), v->offset(), origins);
   return gives_part_of_first(n) && collect_origins(n->input(0), origins);
 }
 
-bool Sharing::collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) const {
+// Of a list that is made here and given to nothing else: what it begins with, and what is appended.
+bool Sharing::collect_origins_of_elements(Value* list, Origins& origins) const {
+  if (list->node()->kind() != prim::ListConstruct) return false;
+  for (const Use& use : list->uses()) {
+    const bool appended = use.user->kind() == aten::append && use.offset == 0;
+    if (appended && !collect_origins(use.user->input(1), origins)) return false;
+    if (!appended && !gives_element(use.user) && use.user->kind() != aten::len && use.user->kind() != aten::cat)
+      return false;
+  }
+  const auto elements = list->node()->inputs();
+  return std::all_of(elements.begin(), elements.end(), [&](Value* x) { return collect_origins(x, origins); });
+}
+
+bool Sharing::collect_origins_in_tuple(Value* tuple, size_t element, Origins& origins) const {
   Node* n = tuple->node();
   if (n->kind() == prim::TupleConstruct) return collect_origins(n->input(element), origins);
   if (n->kind() != prim::If) return false;

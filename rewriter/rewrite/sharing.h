@@ -30,6 +30,9 @@ class Sharing {
 
  private:
   using ValueSet = std::unordered_set<Value*>;
+  struct Origins {
+    ValueSet found, seen;
+  };
 
   const View& view_;
   const Operators& operators_;
@@ -41,8 +44,9 @@ class Sharing {
   torch::jit::AliasDb& aliases();
   const ValueSet& sharing(Value* v);
   void collect_givers(Block* block);
-  bool collect_origins(Value* v, ValueSet& origins) const;
-  bool collect_origins_in_tuple(Value* tuple, size_t element, ValueSet& origins) const;
+  bool collect_origins(Value* v, Origins& origins) const;
+  bool collect_origins_of_elements(Value* list, Origins& origins) const;
+  bool collect_origins_in_tuple(Value* tuple, size_t element, Origins& origins) const;
   // Whether the attribute of this path may be given another tensor in this call.
   bool is_set(const std::string& path) const;
   bool share_an_origin(const ValueSet& x, const ValueSet& y) const;
