@@ -82,8 +82,8 @@ bool Sharing::reaches(Value* written, Value* v) {
 bool Sharing::may_be_attribute(Value* v) const {
   const auto may_be = [&](Value* x) {
     Origins origins;
-    return !collect_origins(x, origins) ||
-           std::any_of(origins.found.begin(), origins.found.end(),
+    collect_origins(x, origins);
+    return std::any_of(origins.found.begin(), origins.found.end(),
                        [](const Value* origin) { return attribute_path(origin).value_or("") != ""; });
   };
   if (v->node()->kind() != prim::ListConstruct) return may_be(v);

@@ -19,7 +19,7 @@ class Sharing {
   // Whether two lists or dictionaries may be the same one.
   bool same_container(Value* a, Value* b) { return aliases().mayAlias(a, b); }
 
-  // Whether v, a tensor or a list that is made here, may be an attribute's memory.
+  // Whether v, a tensor or a list that is made here, is known to come from an attribute, be it in one branch.
   bool may_be_attribute(Value* v) const;
 
   // Whether v is memory that is new in this call.
