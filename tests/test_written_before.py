@@ -1,8 +1,10 @@
 """Files that other versions wrote, one of each level: they load, train as the original does, and are restored to it.
 
-fixtures/written_by_0.1 was made by that version's tool with torch 2.11, before tsmem::act knew that it overwrites its argument; written_by_torch_2.15 with
-that torch, by fixtures/written.py.
+fixtures/written_by_0.1 was made by that version's tool with torch 2.11, before tsmem::act knew that it overwrites its argument; written_by_torch_2.11 and
+written_by_torch_2.15, the ends of the range, with these torches by fixtures/written.py.
 """
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 import conftest
 from command_line import run as tool
 
-FOLDERS = sorted((Path(__file__).resolve().parents[1] / "fixtures").glob("written_by_*"))
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = ["amp", "checkpoint", "ops", "original", "plan", "regions"]
+FOLDERS = sorted((ROOT / "fixtures").glob("written_by_*"))
 FILES = [pytest.param(p, id=f"{p.parent.name}-{p.stem}") for folder in FOLDERS for p in sorted(folder.glob("*.pt")) if p.stem != "original"]
 
 
@@ -41,9 +45,17 @@ def steps(module, device_dtype=torch.float64):
 
 
 def test_every_level_is_there():
-    assert [f.name for f in FOLDERS] == ["written_by_0.1", "written_by_torch_2.15"]
+    text = (ROOT / "python" / "torch-versions.txt").read_text()
+    ends = [".".join(line.split(".")[:2]) for line in text.splitlines() if line[:1].isdigit()]
+    assert [f.name for f in FOLDERS] == ["written_by_0.1", *(f"written_by_torch_{end}" for end in ends)]
     for folder in FOLDERS:
-        assert sorted(p.stem for p in folder.iterdir()) == ["amp", "checkpoint", "ops", "original", "plan", "regions"]
+        assert sorted(p.stem for p in folder.iterdir()) == LEVELS
+
+
+def test_more_can_be_written(tmp_path):
+    done = subprocess.run([sys.executable, "-W", "ignore", ROOT / "fixtures" / "written.py", tmp_path / "new"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.stem for p in (tmp_path / "new").iterdir()) == LEVELS
 
 
 @pytest.mark.parametrize("file", FILES)
