@@ -1,7 +1,8 @@
 # make build   set-up and build: build/bin/tsmem, build/lib/libtsmem_ops.so, a Python in .venv in which `import tsmem` works
 # make demo    rewrites a scripted ResNet-50, verifies it, prints memory and time before and after
-# make test    every test with the default torch
-# make test-other-part   what knows versions, with the other end of torch's range (.venv-2.15, build-2.15): the C++ tests, loading, training, examples
+# make test    every test with the default torch, the newest; then test-other-part
+# make test-default      the first half of that
+# make test-other-part   what knows versions, with the other end of torch's range (.venv-2.11, build-2.11): the C++ tests, loading, training, examples
 # make test-oldest, make test-newest   every test with the oldest torch, or with the newest
 # make fuzz SEEDS=A:B   random programs A to B - 1, rewritten and compared (docs/testing.md)
 # make sanitize   the C++ tests and those of the operators under AddressSanitizer and UndefinedBehaviorSanitizer, in build-asan
@@ -43,13 +44,15 @@ build-other:
 	  { cat build/configure-$(OTHER).log; exit 1; }
 	@cmake --build build-$(OTHER)
 
-# Every part runs, whatever those before it say; a file's tests run in one process, a core each. $(call tests,Python,build folder,what pytest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
+# Every part runs, whatever those before it say; a file's tests run in one process, a core each. $(call tests,Python,build folder,what pytest gets,what ctest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
 tests = failed=0; \
-	ctest --test-dir $(2) --output-on-failure || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
+	ctest --test-dir $(2) --output-on-failure --parallel $$(nproc) $(4) || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
 	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]
 
-test: test-default
+# Both halves run, whatever the first says.
+test:
+	@failed=0; for part in test-default test-other-part; do $(MAKE) --no-print-directory $$part || failed=1; done; [ $$failed -eq 0 ]
 
 test-packages: setup
 	@cmake/setup.sh tests
@@ -60,9 +63,9 @@ test-default: test-packages build
 test-other: build-other
 	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),tests)
 
-# What knows versions: loading, files of another version, training in every way, the examples.
+# What knows versions (the emulated kernels of CUDA know nothing of torch): loading, files of another version, training in every way, the examples.
 test-other-part: build-other
-	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py))
+	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py),-E ^cuda_)
 
 test-oldest: $(if $(filter $(OLDEST),$(DEFAULT)),test-default,test-other)
 

@@ -236,10 +236,9 @@ def verify(a, folder: Path) -> list:
         kind, own = models._torchvision_kind(name[3:]) if name.startswith("tv:") else "", " "
         if kind in ("detection", "optical_flow", "video"):
             options, own = ["--inputs", f"@{example}"], "x"
-        extra = ["--ops", str(Path(__import__("torchvision").__file__).parent / "_C.so")] if kind == "detection" else []
         seconds, codes = [], []
-        for command in (["rewrite", *extra, model, "-o", new, "--force", "--quiet", *options],
-                        ["verify", *extra, model, new, "--quiet", "--json", report, *options]):
+        for command in (["rewrite", model, "-o", new, "--force", "--quiet", *options],
+                        ["verify", model, new, "--quiet", "--json", report, *options]):
             start = time.perf_counter()
             codes.append(subprocess.run([TOOL, *map(str, command)], env=environment, stdout=subprocess.DEVNULL).returncode)
             seconds.append(time.perf_counter() - start)

@@ -30,6 +30,8 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 90-virtual)
 endif()
 enable_language(CUDA)
+# ccache does not know nvcc's -isystem=, and would keep kernels apart by torch's folder, which they know nothing of.
+set(CMAKE_INCLUDE_SYSTEM_FLAG_CUDA "-isystem ")
 message(STATUS "CUDA: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${CMAKE_CUDA_ARCHITECTURES}")
 if(CCACHE)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})

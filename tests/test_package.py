@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -227,6 +228,15 @@ def test_one_range_of_versions_everywhere():
     assert f'"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in (ROOT / "pyproject.toml").read_text()
     for page in ("README.md", "docs/loading.md"):
         assert f"torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}" in (ROOT / page).read_text(), page
+
+
+def test_the_newest_is_the_default():
+    oldest, newest = versions()
+    (default,) = re.findall(r"^(\S+) \S+ default$", (ROOT / "python" / "torch-versions.txt").read_text(), re.MULTILINE)
+    assert default == newest
+    assert f"torch {newest} into `.venv`" in (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "testing.md").read_text()
+    assert f"the newest: {newest}\n" in text and f"the oldest, {oldest}, in .venv-{oldest[:4]} and build-{oldest[:4]}\n" in text
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.1+cpu"])

@@ -49,6 +49,26 @@ assert tsmem.plan(small, input=x, points=2)["points"] and not tsmem.diff(small, 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_operators_with_derivatives_in_python(tsmem):
+    """torchvision's roi_align, from 0.29 on: the tool, which has no Python, has no derivative of it."""
+    torchvision = pytest.importorskip("torchvision")
+
+    class Boxes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.bn = nn.BatchNorm2d(8)
+
+        def forward(self, x, boxes):
+            return torchvision.ops.roi_align(torch.relu(self.bn(self.conv(x))), [boxes], 3)
+
+    x = (torch.randn(1, 3, 16, 16), torch.tensor([[0.0, 0.0, 8.0, 8.0]]))
+    new = tsmem.rewrite(torch.jit.script(Boxes()), input=x)
+    assert "tsmem::" in str(new.inlined_graph)
+    new(*x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in new.parameters()) and new.conv.weight.grad.abs().sum() > 0
+
+
 def test_shares_nothing_and_leaves_the_module_alone(tsmem):
     module = models.make("cnn")
     x = models.inputs("cnn")

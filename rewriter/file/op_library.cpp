@@ -60,9 +60,14 @@ void load_op_library(const std::string& path) {
 }
 
 bool load_op_package(const std::string& package) {
-  std::error_code error;
-  const auto path = torch_libraries().parent_path().parent_path() / package / "_C.so";
-  return !package.empty() && fs::is_regular_file(path, error) && open_with_needs(path).empty();
+  if (package.empty()) return false;
+  const auto folder = torch_libraries().parent_path().parent_path() / package;
+  // torchvision's is _C_stable.so from 0.29 on: it keeps to the part of PyTorch's interface that stays.
+  for (const auto* name : {"_C.so", "_C_stable.so"}) {
+    std::error_code error;
+    if (fs::is_regular_file(folder / name, error) && open_with_needs(folder / name).empty()) return true;
+  }
+  return false;
 }
 
 }  // namespace tsmem
