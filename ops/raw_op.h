@@ -1,5 +1,5 @@
-// Raw ops (tsmem::_…: a kernel for each device, without autograd) as C++ functions. Their schemas have an activation as
-// four arguments, "int act, float act_a, float act_b, float act_c"; C++ functions have one, const Act&.
+// Raw ops (tsmem::_…: a kernel for each device, without autograd) as C++ functions. Their schemas have an activation
+// as four arguments, "int act, float act_a, float act_b, float act_c"; C++ functions have one, const Act&.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 

@@ -44,40 +44,6 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
            Rows rows = Rows::all);
 
-// What a planner is told of a training step while one is set: every value that an op could offer, in forward's order.
-struct Journal {
-  struct Value {
-    int64_t site;  // of the op's argument `recompute`; -1: none
-    int64_t bytes;
-    double flops;                                       // not 0: expensive
-    double seconds = 0;                                 // to make it, where `timed`
-    std::vector<int> operands;                          // values, by index
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // alive while somebody holds the output
-  };
-  struct Use {
-    int value, at;  // a node that was made when there were `at` values needs this one in backward
-  };
-  bool timed = false;   // make every value twice more, and note the shorter time
-  bool closed = false;  // forward is over: what runs again in backward is not noted
-  std::vector<Value> values;
-  std::vector<Use> uses;
-  // After a value was noted, with its index; and where the backward of a node begins, with `at` as in Use.
-  std::function<void(int at, bool backward)> mark;
-};
-
-// While it lives, the journal is told what this thread runs forward, and what backward does with it; the innermost one
-// alone. For one training step.
-class __attribute__((visibility("default"))) JournalGuard {
- public:
-  explicit JournalGuard(Journal& journal);
-  ~JournalGuard();
-  JournalGuard(const JournalGuard&) = delete;
-  JournalGuard& operator=(const JournalGuard&) = delete;
-
- private:
-  std::shared_ptr<Journal*> outer_;
-};
-
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.
 bool hooks_active();
@@ -95,8 +61,8 @@ void keeps_itself(const at::Tensor& output);
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
-// Autocast's cast of an operand. That of a parameter is recomputed in backward, where PyTorch keeps a second copy of all
-// weights.
+// Autocast's cast of an operand. That of a parameter is recomputed in backward, where PyTorch keeps a second copy of
+// all weights.
 at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device);
 
 // The recipe of a product.

@@ -18,6 +18,13 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, env=environment, **options)
 
 
+def runs(*arguments, code=0, **env):
+    """Runs with these environment variables, and checks the exit code. Returns the finished process."""
+    done = run(*arguments, env=env)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
 def fails(code, *arguments, says=(), **options):
     """Runs, and checks the exit code and that stderr is one sentence which says all of `says`. Returns that sentence."""
     done = run(*arguments, **options)

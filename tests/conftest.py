@@ -41,3 +41,12 @@ def load():
 def ops():
     torch.set_num_threads(2)
     return load()
+
+
+@pytest.fixture
+def one_thread(ops):
+    """One thread a kernel: sums in the same order at every call."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

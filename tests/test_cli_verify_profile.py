@@ -9,15 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from command_line import BINARY, runs
 from torch import nn
-
-TSMEM = os.environ.get("TSMEM_BIN", str(Path(__file__).resolve().parent.parent / "build" / "bin" / "tsmem"))
-
-
-def tsmem(*args, code=0, **env):
-    done = subprocess.run([TSMEM, *map(str, args)], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 class Block(nn.Module):
@@ -99,14 +92,14 @@ SHAPE = ("--input", "2x3x8x8")
 
 def test_fused_operators_count_for_the_modules_whose_parameters_they_read(models, tmp_path):
     out = tmp_path / "fused.pt"
-    tsmem("rewrite", models / "net.pt", "-o", out)
-    rows = {m["path"]: m for m in json.loads(tsmem("profile", out, *SHAPE, "--json", "-").stdout)["modules"]}
+    runs("rewrite", models / "net.pt", "-o", out)
+    rows = {m["path"]: m for m in json.loads(runs("profile", out, *SHAPE, "--json", "-").stdout)["modules"]}
     for norm in ("blocks.0.norm", "blocks.1.norm", "others.0.norm"):
         assert rows[norm]["forward_bytes"] > 0 and rows[norm]["forward_seconds"] > 0, rows[norm]
 
 
 def test_profile_vs_times_in_turns_and_says_how_far_to_trust_it(models, tmp_path):
-    out = tsmem("profile", models / "net.pt", "--vs", models / "same.pt", *SHAPE, "--json", tmp_path / "p.json").stdout
+    out = runs("profile", models / "net.pt", "--vs", models / "same.pt", *SHAPE, "--json", tmp_path / "p.json").stdout
     low, ratio, high = json.loads((tmp_path / "p.json").read_text())["vs"]["step_ratio"]
     assert 0 < low <= ratio <= high
     assert re.search(r"same.pt takes \d+\.\d\d of the time; the middle half of 5 pairs", out), out
@@ -116,28 +109,28 @@ def test_profile_vs_times_in_turns_and_says_how_far_to_trust_it(models, tmp_path
 
 
 def test_profile_vs_names_the_file_that_fails(models):
-    assert "net.pt" in tsmem("profile", models / "net.pt", "--input", "2x5x8x8", code=3).stderr
+    assert "net.pt" in runs("profile", models / "net.pt", "--input", "2x5x8x8", code=3).stderr
 
 
 def test_verify_explains_its_columns(models):
-    out = tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure").stdout
+    out = runs("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure").stdout
     assert "in the models' own dtype" in out and "float64: " in out
 
 
 def test_profile_text(models):
-    out = tsmem("profile", models / "net.pt", *SHAPE).stdout
+    out = runs("profile", models / "net.pt", *SHAPE).stdout
     for word in ("saved for backward", "peak", "forward", "backward", "step", "(model)", "stem", "blocks", "Conv2d", "aten::conv2d"):
         assert word in out
     assert "BatchNorm2d" not in out  # folded at depth 2
     assert "--depth" in out
-    assert "BatchNorm2d" in tsmem("profile", models / "net.pt", *SHAPE, "--depth", "-1").stdout
+    assert "BatchNorm2d" in runs("profile", models / "net.pt", *SHAPE, "--depth", "-1").stdout
     assert "\x1b[" not in out
-    assert "\x1b[" in tsmem("--color", "always", "profile", models / "net.pt", *SHAPE).stdout
+    assert "\x1b[" in runs("--color", "always", "profile", models / "net.pt", *SHAPE).stdout
 
 
 def test_profile_json(models, tmp_path):
     report = tmp_path / "p.json"
-    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    runs("profile", models / "net.pt", *SHAPE, "--json", report)
     p = json.loads(report.read_text())
     assert p["input_bytes"] == 2 * 3 * 8 * 8 * 4
     assert p["parameter_bytes"] == sum(t.numel() * 4 for t in Net().parameters())
@@ -161,7 +154,7 @@ def test_profile_agrees_with_pytorchs_profiler(models, tmp_path):
     from torch.profiler import ProfilerActivity, profile
 
     report = tmp_path / "p.json"
-    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    runs("profile", models / "net.pt", *SHAPE, "--json", report)
     m, x = torch.jit.load(str(models / "net.pt")), torch.randn(2, 3, 8, 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -177,23 +170,23 @@ def test_profile_agrees_with_pytorchs_profiler(models, tmp_path):
 
 
 def test_profile_json_to_stdout_is_json_alone(models):
-    assert json.loads(tsmem("profile", models / "net.pt", *SHAPE, "--json", "-").stdout)["saved_bytes"] > 0
+    assert json.loads(runs("profile", models / "net.pt", *SHAPE, "--json", "-").stdout)["saved_bytes"] > 0
 
 
 def test_profile_vs(models):
-    out = tsmem("profile", models / "net.pt", *SHAPE, "--vs", models / "same.pt").stdout
+    out = runs("profile", models / "net.pt", *SHAPE, "--vs", models / "same.pt").stdout
     assert "ratio" in out and "1.00" in out
 
 
 def test_profile_frozen_and_input_grad(models):
-    assert "--input-grad" in tsmem("profile", models / "frozen.pt", *SHAPE).stdout
-    p = json.loads(tsmem("profile", models / "frozen.pt", *SHAPE, "--input-grad", "--json", "-").stdout)
+    assert "--input-grad" in runs("profile", models / "frozen.pt", *SHAPE).stdout
+    p = json.loads(runs("profile", models / "frozen.pt", *SHAPE, "--input-grad", "--json", "-").stdout)
     assert p["has_backward"] and p["saved_bytes"] > 0
 
 
 def test_profile_eval_method_and_scalars(models):
-    tsmem("profile", models / "net.pt", *SHAPE, "--eval")
-    out = tsmem("profile", models / "net.pt", *SHAPE, "--input", "0.5:float", "--method", "features").stdout
+    runs("profile", models / "net.pt", *SHAPE, "--eval")
+    out = runs("profile", models / "net.pt", *SHAPE, "--input", "0.5:float", "--method", "features").stdout
     assert "stem" in out and "head" not in out
 
 
@@ -212,13 +205,13 @@ def test_inputs_saved_by_torch_save(models, tmp_path):
         ("--inputs", f"@{tmp_path}/none.pt"),
         ("--input", f"@{tmp_path}/view.pt"),
     ):
-        tsmem("profile", models / "detector.pt", *args)
-        tsmem("verify", models / "detector.pt", models / "detector.pt", *args, "--calls", "1", "--seeds", "1", "--no-measure")
+        runs("profile", models / "detector.pt", *args)
+        runs("verify", models / "detector.pt", models / "detector.pt", *args, "--calls", "1", "--seeds", "1", "--no-measure")
 
 
 def test_verify_equal(models, tmp_path):
     report = tmp_path / "v.json"
-    out = tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--json", report).stdout
+    out = runs("verify", models / "net.pt", models / "same.pt", *SHAPE, "--json", report).stdout
     assert out.startswith("Equal")
     assert "saved for backward" in out
     v = json.loads(report.read_text())
@@ -233,13 +226,13 @@ def test_verify_equal(models, tmp_path):
 
 def test_verify_modes_and_calls(models):
     args = ("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure", "--seeds", "1", "--calls", "2", "--json", "-")
-    assert [c["mode"] for c in json.loads(tsmem(*args, "--train").stdout)["calls"]] == ["train"] * 2
-    assert [c["mode"] for c in json.loads(tsmem(*args, "--eval").stdout)["calls"]] == ["eval"] * 2 + ["no_grad"] * 2
+    assert [c["mode"] for c in json.loads(runs(*args, "--train").stdout)["calls"]] == ["train"] * 2
+    assert [c["mode"] for c in json.loads(runs(*args, "--eval").stdout)["calls"]] == ["eval"] * 2 + ["no_grad"] * 2
 
 
 @pytest.mark.parametrize("other, says", [("weights.pt", "Parameter 'head.weight' has other values"), ("math.pt", "In float64 in train mode")])
 def test_verify_different(models, other, says):
-    out = tsmem("verify", models / "net.pt", models / other, *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", code=1).stdout
+    out = runs("verify", models / "net.pt", models / other, *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", code=1).stdout
     assert says in out
 
 
@@ -262,28 +255,28 @@ def test_a_second_model_that_raises_is_to_blame(tmp_path):
     script(good, tmp_path / "good.pt")
     script(bad, tmp_path / "bad.pt")
     for options in ([], ["--thorough"]):
-        out = tsmem("verify", tmp_path / "good.pt", tmp_path / "bad.pt", *SHAPE, *options, code=1).stdout
+        out = runs("verify", tmp_path / "good.pt", tmp_path / "bad.pt", *SHAPE, *options, code=1).stdout
         assert out.startswith("The second model's forward fails on call 1 in train mode") and "out of order" in out.splitlines()[0]
-    assert "out of order" in one_sentence(tsmem("verify", tmp_path / "bad.pt", tmp_path / "good.pt", *SHAPE, code=3))
+    assert "out of order" in one_sentence(runs("verify", tmp_path / "bad.pt", tmp_path / "good.pt", *SHAPE, code=3))
 
 
 def test_verify_says_what_it_compared(models, tmp_path):
     args = ("verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure", "--thorough")
     report = tmp_path / "v.json"
-    assert "Compared: 5 calls each in train, eval on the inputs given (2x3x8x8 float32) in float32 and float64" in tsmem(*args, "--json", report).stdout
+    assert "Compared: 5 calls each in train, eval on the inputs given (2x3x8x8 float32) in float32 and float64" in runs(*args, "--json", report).stdout
     v = json.loads(report.read_text())
     assert v["thorough"] and v["seconds"] > 0 and v["first_step_seconds"] > 0
     assert [(c["mode"], c["calls"]) for c in v["compared"]] == [("train", 5), ("eval", 5), ("no_grad", 4)]
-    out = tsmem("rewrite", models / "net.pt", "-o", tmp_path / "new.pt", *SHAPE, "--thorough").stdout
+    out = runs("rewrite", models / "net.pt", "-o", tmp_path / "new.pt", *SHAPE, "--thorough").stdout
     assert "Verified: Equal" in out and "Compared: " in out
-    assert "--input" in one_sentence(tsmem("rewrite", models / "net.pt", "-o", tmp_path / "none.pt", "--thorough", code=2))
+    assert "--input" in one_sentence(runs("rewrite", models / "net.pt", "-o", tmp_path / "none.pt", "--thorough", code=2))
 
 
 def test_progress_is_for_terminals(models):
     import pty
 
-    args = [TSMEM, "verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure", "--thorough"]
-    assert tsmem(*args[1:]).stderr == ""
+    args = [BINARY, "verify", models / "net.pt", models / "same.pt", *SHAPE, "--no-measure", "--thorough"]
+    assert runs(*args[1:]).stderr == ""
     terminal, other = pty.openpty()
     done = subprocess.run([str(a) for a in args], stdout=subprocess.DEVNULL, stderr=other, timeout=300)
     os.close(other)
@@ -322,24 +315,24 @@ def one_sentence(done):
     ],
 )
 def test_errors(models, args, code, says):
-    assert says in one_sentence(tsmem("profile", models / "net.pt", *args, code=code))
-    assert says in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *args, code=code))
+    assert says in one_sentence(runs("profile", models / "net.pt", *args, code=code))
+    assert says in one_sentence(runs("verify", models / "net.pt", models / "same.pt", *args, code=code))
 
 
 def test_an_error_names_the_file(models):
     wrong = ("--input", "2x5x8x8")
-    assert f"'{models / 'net.pt'}': The first model's forward fails" in one_sentence(tsmem("verify", models / "net.pt", models / "same.pt", *wrong, code=3))
-    assert f"'{models / 'net.pt'}': The model's forward fails" in one_sentence(tsmem("profile", models / "net.pt", *wrong, code=3))
+    assert f"'{models / 'net.pt'}': The first model's forward fails" in one_sentence(runs("verify", models / "net.pt", models / "same.pt", *wrong, code=3))
+    assert f"'{models / 'net.pt'}': The model's forward fails" in one_sentence(runs("profile", models / "net.pt", *wrong, code=3))
 
 
 def test_pictures(models, tmp_path):
     plain, rewritten = models / "net.pt", tmp_path / "net.mem.pt"
-    tsmem("rewrite", plain, "-o", rewritten)
+    runs("rewrite", plain, "-o", rewritten)
     report = tmp_path / "report.json"
     for kind in ("svg", "png", "html"):
         picture = tmp_path / f"memory.{kind}"
         picture.write_text("replaced")
-        tsmem("profile", plain, *SHAPE, "--vs", rewritten, "--plot", picture, "--json", report, "--trace", tmp_path / "trace.json")
+        runs("profile", plain, *SHAPE, "--vs", rewritten, "--plot", picture, "--json", report, "--trace", tmp_path / "trace.json")
         data, profiles = picture.read_bytes(), json.loads(report.read_text())
         if kind == "svg":
             texts = ["".join(e.itertext()) for e in ElementTree.fromstring(data).iter() if e.tag.endswith("text")]
@@ -366,7 +359,7 @@ def test_pictures(models, tmp_path):
 def test_a_wide_model_has_more_than_one_colour(tmp_path):
     wide, picture = tmp_path / "wide.pt", tmp_path / "memory.svg"
     torch.jit.script(nn.Sequential(*(m for _ in range(15) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())))).save(str(wide))
-    tsmem("profile", wide, "--input", "2x3x16x16", "--plot", picture)
+    runs("profile", wide, "--input", "2x3x16x16", "--plot", picture)
     assert len(set(re.findall(r"fill='(#[0-9a-f]{6})'><title>", picture.read_text()))) > 8
 
 
@@ -376,8 +369,8 @@ def test_what_operators_call_counts_for_its_modules(models, tmp_path, amp):
     report, rewritten = tmp_path / "report.json", tmp_path / "new.pt"
     rows = {}
     for name, options in {"ops": [], "checkpoint": ["--checkpoint", "*s.0", "--checkpoint", "blocks.1"]}.items():
-        tsmem("rewrite", models / "net.pt", "-o", rewritten, "--force", *options, *amp)
-        tsmem("profile", rewritten, *SHAPE, "--json", report)
+        runs("rewrite", models / "net.pt", "-o", rewritten, "--force", *options, *amp)
+        runs("profile", rewritten, *SHAPE, "--json", report)
         rows[name] = {m["path"]: m for m in json.loads(report.read_text())["modules"]}
     for block in ("blocks.0", "blocks.1", "others.0"):
         before, after = (rows[name][block + ".conv"] for name in ("ops", "checkpoint"))  # the norm is a part of the block's own operator
@@ -389,7 +382,7 @@ def test_what_operators_call_counts_for_its_modules(models, tmp_path, amp):
 
 def test_modules_have_their_time(models, tmp_path):
     report = tmp_path / "report.json"
-    tsmem("profile", models / "net.pt", *SHAPE, "--json", report)
+    runs("profile", models / "net.pt", *SHAPE, "--json", report)
     profile = json.loads(report.read_text())
     times = {m["path"]: (m["forward_seconds"], m["backward_seconds"]) for m in profile["modules"]}
     assert all(min(times[path]) > 0 for path in ("stem", "blocks.0.conv", "others.0.norm", "head"))
@@ -399,40 +392,40 @@ def test_modules_have_their_time(models, tmp_path):
 
 def test_a_picture_that_cannot_be_drawn(models, tmp_path):
     model = models / "net.pt"
-    assert "--plot" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", tmp_path / "x.gif", code=2))
-    assert "no directory" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", tmp_path / "none" / "x.svg", code=3))
-    assert "replace a model" in one_sentence(tsmem("profile", model, *SHAPE, "--trace", model, code=2))
+    assert "--plot" in one_sentence(runs("profile", model, *SHAPE, "--plot", tmp_path / "x.gif", code=2))
+    assert "no directory" in one_sentence(runs("profile", model, *SHAPE, "--plot", tmp_path / "none" / "x.svg", code=3))
+    assert "replace a model" in one_sentence(runs("profile", model, *SHAPE, "--trace", model, code=2))
     picture = tmp_path / "x.png"
-    assert "another option" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", picture, "--trace", picture, code=2))
+    assert "another option" in one_sentence(runs("profile", model, *SHAPE, "--plot", picture, "--trace", picture, code=2))
     picture.write_text("old")
-    assert "rsvg-convert" in one_sentence(tsmem("profile", model, *SHAPE, "--plot", picture, code=3, PATH=str(tmp_path)))
+    assert "rsvg-convert" in one_sentence(runs("profile", model, *SHAPE, "--plot", picture, code=3, PATH=str(tmp_path)))
     assert picture.read_text() == "old"
 
 
 def test_cuda_or_a_sentence(models):
     args = ("profile", models / "net.pt", *SHAPE, "--device", "cuda")
     if torch.cuda.is_available():
-        assert "on cuda" in tsmem(*args).stdout
+        assert "on cuda" in runs(*args).stdout
     else:
-        assert "no CUDA device" in one_sentence(tsmem(*args, code=2))
+        assert "no CUDA device" in one_sentence(runs(*args, code=2))
 
 
 def test_the_report_never_replaces_a_model(models):
     before = (models / "net.pt").read_bytes()
-    tsmem("profile", models / "net.pt", *SHAPE, "--json", models / "net.pt", code=2)
-    tsmem("verify", models / "net.pt", models / "same.pt", *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", "--json", models / "net.pt", code=2)
+    runs("profile", models / "net.pt", *SHAPE, "--json", models / "net.pt", code=2)
+    runs("verify", models / "net.pt", models / "same.pt", *SHAPE, "--calls", "1", "--seeds", "1", "--no-measure", "--json", models / "net.pt", code=2)
     assert (models / "net.pt").read_bytes() == before
 
 
 @pytest.mark.parametrize("save, says", [(lambda p: torch.save({"a": torch.Size([2])}, p), "damaged, or nothing that PyTorch can read"), (lambda p: Path(p).write_text("text"), "torch.save")])
 def test_bad_input_files(models, tmp_path, save, says):
     save(str(tmp_path / "x.pt"))
-    assert says in one_sentence(tsmem("profile", models / "net.pt", "--input", f"@{tmp_path}/x.pt", code=3))
+    assert says in one_sentence(runs("profile", models / "net.pt", "--input", f"@{tmp_path}/x.pt", code=3))
 
 
 @pytest.mark.parametrize("command", ["profile", "verify"])
 def test_help_has_an_example(command):
-    assert f"Example: tsmem {command} model.pt" in tsmem(command, "--help").stdout
+    assert f"Example: tsmem {command} model.pt" in runs(command, "--help").stdout
 
 
 class Overwrites(nn.Module):
@@ -453,5 +446,5 @@ def test_verify_compares_what_becomes_of_inputs(tmp_path):
         torch.manual_seed(0)
         torch.jit.script(Overwrites(by)).save(str(tmp_path / name))
     inputs = ["--input", "2x3", "--input", "4:i64[0,9)", "--no-measure"]
-    tsmem("verify", tmp_path / "a.pt", tmp_path / "same.pt", *inputs)
-    tsmem("verify", tmp_path / "a.pt", tmp_path / "b.pt", *inputs, code=1)
+    runs("verify", tmp_path / "a.pt", tmp_path / "same.pt", *inputs)
+    runs("verify", tmp_path / "a.pt", tmp_path / "b.pt", *inputs, code=1)

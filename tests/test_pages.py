@@ -1,18 +1,16 @@
 """The pages and pictures of profile, diff and plan, as a browser shows them: at 1400x900 and 390 wide, light and dark. Where there is no Chromium (Debian: chromium), the pictures' geometry is
 compared by the width that their letters have at most; what needs a browser is skipped by name."""
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
 import browser
 import pytest
 import torch
+from command_line import runs
 from torch import nn
 
-TSMEM = os.environ.get("TSMEM_BIN", str(Path(__file__).resolve().parent.parent / "build" / "bin" / "tsmem"))
 SIZES = [(1400, False), (1400, True), (390, False), (390, True)]
 in_a_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="no browser: Debian's package chromium")
 # Boxes of what a canvas writes, and whether any two of them touch.
@@ -28,12 +26,6 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
 window.labels = () => [...document.querySelectorAll("canvas")].map((c) => written.filter((w) => w.canvas === c).map(({ text, box }) => ({ text, box })));
 """
 BOXES = "[...document.querySelectorAll('text')].map((t) => { const b = t.getBoundingClientRect(); return { text: t.textContent, box: [b.left, b.top, b.right, b.bottom] }; })"
-
-
-def run(*args, code=0):
-    done = subprocess.run([TSMEM, *map(str, args)], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == code, done.stderr
-    return done.stdout
 
 
 class AVeryLongNameForABlockOfThisModel(nn.Module):
@@ -64,11 +56,11 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     plain, rewritten = folder / "net.pt", folder / "net.mem.pt"
     torch.jit.script(Net()).save(str(plain))
-    run("rewrite", plain, "-o", rewritten)
+    runs("rewrite", plain, "-o", rewritten)
     for kind in ("html", "svg"):
-        run("profile", plain, "--vs", rewritten, "--input", "4x3x32x32", "--plot", folder / f"memory.{kind}")
-    run("plan", plain, "--input", "4x3x32x32", "--points", "5", "--plot", folder / "front.svg")
-    (folder / "diff.html").write_text(run("diff", plain, rewritten, "--format", "html", code=1))
+        runs("profile", plain, "--vs", rewritten, "--input", "4x3x32x32", "--plot", folder / f"memory.{kind}")
+    runs("plan", plain, "--input", "4x3x32x32", "--points", "5", "--plot", folder / "front.svg")
+    (folder / "diff.html").write_text(runs("diff", plain, rewritten, "--format", "html", code=1).stdout)
     return folder
 
 
@@ -244,7 +236,7 @@ def test_pictures_without_a_browser(made, name):
 def test_the_front_tells_the_smallest_budget(made):
     svg = (made / "front.svg").read_text()
     label, = [w for w in boxes(svg) if w["text"].startswith("smallest budget: ")]
-    front = json.loads(run("plan", made / "net.pt", "--input", "4x3x32x32", "--points", "5", "--json", "-"))
+    front = json.loads(runs("plan", made / "net.pt", "--input", "4x3x32x32", "--points", "5", "--json", "-").stdout)
     assert re.fullmatch(r"smallest budget: [\d.]+ [KM]iB, [\d.]+ %", label["text"]) and front["smallest_budget"] > 0
     grid = [tuple(float(e.get(k)) for k in ("x1", "y1", "x2", "y2")) for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}line")]
     left, top, right, bottom = min(g[0] for g in grid), min(g[1] for g in grid), max(g[2] for g in grid), max(g[3] for g in grid)

@@ -124,6 +124,76 @@ TEST(Verify, OverwrittenParameters) {
   EXPECT_TRUE(verify(net(alone), net(alone), image(), once).equal);
 }
 
+TEST(Verify, ParametersOverwrittenThroughData) {
+  // No version counts it.
+  const auto scaled = with(kNet, "  return torch.tanh(y)", "  self.bias.data.mul_(0.5)\n  return torch.tanh(y)");
+  const Module a = net(scaled);
+  const auto before = a.attr("bias").toTensor().clone();
+  EXPECT_TRUE(check(a, net(scaled)).equal);
+  EXPECT_TRUE(a.attr("bias").toTensor().equal(before));
+  EXPECT_FALSE(check(a, net()).equal);
+  auto once = quick();
+  once.calls = once.seeds = 1;
+  EXPECT_FALSE(verify(net(), net(scaled), image(), once).equal);
+}
+
+TEST(Verify, AttributesThatAreNoTensors) {
+  const auto made = [](const std::string& change) {
+    auto m = net("");
+    m.register_attribute("count", c10::IntType::get(), static_cast<int64_t>(0));
+    m.register_attribute("seen", c10::ListType::create(c10::TensorType::get()), c10::List<at::Tensor>());
+    m.register_attribute("share", c10::FloatType::get(), 0.5);
+    m.define(with(kNet, "  return", change + "  return"));
+    return m;
+  };
+  const std::string none, counts = "  self.count = self.count + 1\n", keeps = "  self.seen.append(y.detach())\n",
+                          shares = "  self.share = float(y.mean().item())\n";
+  for (const auto& change : {counts, keeps, shares}) {
+    EXPECT_TRUE(check(made(change), made(change)).equal) << change;
+    EXPECT_FALSE(check(made(change), made(none)).equal) << change;
+    EXPECT_FALSE(check(made(none), made(change)).equal) << change;
+  }
+  EXPECT_FALSE(check(made(keeps), made("  self.seen.append(y.detach() * 2)\n")).equal);
+}
+
+TEST(Verify, OutputsThatAreNoTensors) {
+  const auto with_more = [](const std::string& more) {
+    return net(with(kNet, "torch.tanh(y)", "torch.tanh(y), " + more));
+  };
+  for (const auto& [one, other] : std::vector<std::pair<std::string, std::string>>{{"3", "4"},
+                                                                                   {"'a'", "'b'"},
+                                                                                   {"[1, 2]", "[1, 2, 2]"},
+                                                                                   {"{'a': 1}", "{'b': 1}"},
+                                                                                   {"1.5", "2.5"},
+                                                                                   {"True", "False"}}) {
+    EXPECT_TRUE(check(with_more(one), with_more(one)).equal) << one;
+    EXPECT_FALSE(check(with_more(one), with_more(other)).equal) << one;
+  }
+}
+
+TEST(Verify, WhatOutputsAre) {
+  const auto expect_told = [](const std::string& a, const std::string& b, const std::string& part) {
+    const auto returning = [](const std::string& text) { return net(with(kNet, "  return torch.tanh(y)", text)); };
+    EXPECT_TRUE(check(returning(a), returning(a)).equal) << a;
+    EXPECT_TRUE(check(returning(b), returning(b)).equal) << b;
+    const auto r = check(returning(a), returning(b));
+    EXPECT_TRUE(std::any_of(r.differences.begin(), r.differences.end(),
+                            [&](const std::string& d) { return d.find(part) != std::string::npos; }))
+        << part << " not in: " << r.verdict;
+  };
+  expect_told("  return torch.tanh(y), x", "  return torch.tanh(y), x.clone()",
+              "output 1 has memory of its own in train mode, the first model's is in the memory of input 0.");
+  expect_told("  return torch.tanh(y), self.mean.clone()", "  return torch.tanh(y), self.mean",
+              "output 1 is in the memory of 'mean' in train mode, the first model's has memory of its own.");
+  expect_told("  z = torch.tanh(y)\n  return z, z", "  z = torch.tanh(y)\n  return z, z.clone()",
+              "output 1 has memory of its own in train mode, the first model's is in the memory of output 0.");
+  expect_told("  return torch.tanh(y), y", "  return torch.tanh(y), y.detach()",
+              "output 1 requires no gradient in train mode, the first model's requires a gradient.");
+  expect_told("  return torch.tanh(y)", "  return torch.tanh(y).transpose(0, 1).contiguous().transpose(0, 1)",
+              "output 0 has its dimensions in memory in the order (1, 0, 2, 3) in train mode, the first model's is "
+              "contiguous.");
+}
+
 TEST(Verify, ChangedMathematics) {
   expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y)")), "In float64 in train mode the models differ");
   expect_unequal(net(with(kNet, "1e-5", "1.01e-5")), "In float64");

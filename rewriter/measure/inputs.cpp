@@ -282,10 +282,9 @@ std::optional<IValue> fit(const IValue& v, const c10::TypePtr& type, const std::
 
 std::string plural(size_t n, const std::string& noun) { return fmt::format("{} {}{}", n, noun, n == 1 ? "" : "s"); }
 
-void collect(const IValue& v, std::vector<at::Tensor>& out) {
-  if (v.isTensor()) {
-    if (v.toTensor().defined()) out.push_back(v.toTensor());
-  } else if (v.isList()) {
+void collect(const IValue& v, std::vector<IValue>& out) {
+  if (v.isList()) {
+    out.emplace_back(static_cast<int64_t>(v.toListRef().size()));
     for (auto& e : v.toListRef()) collect(e, out);
   } else if (v.isTuple()) {
     for (auto& e : v.toTupleRef().elements()) collect(e, out);
@@ -297,9 +296,15 @@ void collect(const IValue& v, std::vector<at::Tensor>& out) {
       if (a.first.isInt() && b.first.isInt()) return a.first.toInt() < b.first.toInt();
       return false;
     });
-    for (auto& e : entries) collect(e.second, out);
+    out.emplace_back(static_cast<int64_t>(entries.size()));
+    for (auto& e : entries) {
+      if (!e.first.isTensor()) out.push_back(e.first);
+      collect(e.second, out);
+    }
   } else if (v.isObject()) {
     for (auto& e : v.toObjectRef().slots()) collect(e, out);
+  } else {
+    out.push_back(v);
   }
 }
 
@@ -421,9 +426,16 @@ void require_device(const std::string& device) {
   at::globalContext().lazyInitDevice(c10::kCUDA);
 }
 
+std::vector<IValue> all_values(const IValue& value) {
+  std::vector<IValue> out;
+  collect(value, out);
+  return out;
+}
+
 std::vector<at::Tensor> all_tensors(const IValue& value) {
   std::vector<at::Tensor> out;
-  collect(value, out);
+  for (const IValue& v : all_values(value))
+    if (v.isTensor() && v.toTensor().defined()) out.push_back(v.toTensor());
   return out;
 }
 

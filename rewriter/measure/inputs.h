@@ -30,6 +30,10 @@ std::vector<c10::IValue> check_inputs(const torch::jit::Module& module, const st
 // Loads LibTorch's CUDA part.
 void require_device(const std::string& device);
 
+// Everything in nested lists, tuples, dicts and objects that holds nothing itself, in order (dicts by key): tensors,
+// numbers, strings, None; and, before their elements, the sizes of lists and dicts, whose keys come too.
+std::vector<c10::IValue> all_values(const c10::IValue& value);
+
 // Every tensor in nested lists, tuples, dicts and objects; in order (dicts by key).
 std::vector<at::Tensor> all_tensors(const c10::IValue& value);
 

@@ -3,7 +3,7 @@
 #include <functional>
 #include <vector>
 
-#include "ops/recompute.h"
+#include "ops/journal.h"
 #include "rewriter/measure/training_step.h"
 #include "rewriter/plan/step_model.h"
 

@@ -17,7 +17,12 @@ namespace tsmem {
 
 using torch::jit::Module;
 
-static constexpr double kMiB = 1024.0 * 1024.0;
+// "12.3 MiB", and in KiB what is less than one.
+static std::string size_text(int64_t bytes, bool round_up = false) {
+  const bool small = bytes < (1 << 20);
+  const double tenths = static_cast<double>(bytes) / (small ? 102.4 : 104857.6);
+  return fmt::format("{:.1f} {}", (round_up ? std::ceil(tenths) : tenths) / 10, small ? "KiB" : "MiB");
+}
 
 void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& recomputed) {
   for (size_t s = 0; s < sites.size(); ++s)
@@ -195,10 +200,9 @@ PlanPoint Planner::plan(int64_t budget) {
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
   throw Error(
       ErrorKind::budget,
-      fmt::format("No plan was found whose peak is at most {:.1f} MiB ({:.1f} % of the original's); the smallest "
-                  "possible budget is {:.1f} MiB ({:.1f} %, {} bytes).",
-                  static_cast<double>(budget) / kMiB, percent(budget),
-                  std::ceil(static_cast<double>(least.predicted_peak_bytes) / kMiB * 10) / 10,
+      fmt::format("No plan was found whose peak is at most {} ({:.1f} % of the original's); the smallest possible "
+                  "budget is {} ({:.1f} %, {} bytes).",
+                  size_text(budget), percent(budget), size_text(least.predicted_peak_bytes, true),
                   std::ceil(percent(least.predicted_peak_bytes) * 10) / 10, least.predicted_peak_bytes));
 }
 

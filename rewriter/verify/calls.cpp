@@ -27,6 +27,7 @@ void Verifier::calls(Mode mode) {
     return;
   }
   ran_ = true;
+  add_traits(mode, at.first, false);
   if (!at.without_input_grad.empty())
     note(fmt::format("Gradients of the inputs were not compared {}: {}", in_mode(mode), at.without_input_grad));
   if (compare(mode, at, a, b) && !at.given) compare_given(mode, at.run, a, b);
@@ -75,7 +76,7 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
   Comparison now{mode, at, a, b, runs_in(a_, mode, true), runs_in(b_, mode, true)};
   std::vector<std::unique_ptr<StateGuard>> guards;
   for (Module* m : {&now.a, &now.b, &now.a64, &now.b64})
-    guards.push_back(std::make_unique<StateGuard>(*m, m == &now.a || m == &now.a64 ? &a_ : &b_));
+    guards.push_back(std::make_unique<StateGuard>(*m, source(m == &now.a || m == &now.a64 ? a_ : b_)));
   settle_double(now, settled, again);
 
   Compared compared{name_of(mode), at.given, described(at.inputs), 0, {own_dtype_}};
@@ -96,7 +97,7 @@ bool Verifier::compare(Mode mode, const Start& at, Module& a, Module& b) {
   }
   if (now.f64 && own_dtype_ != "float64") compared.dtypes.emplace_back("float64");
   add(std::move(compared), now.direct);
-  compare_dtypes(mode);
+  compare_traits(mode);
   guards.clear();
   judge(mode, at, now.f64, now.f64_worst, now.f64 ? now.reference : now.direct, {now.worst_call, now.worst_f64_call},
         now.ratios);
@@ -198,7 +199,7 @@ void Verifier::compare_given(Mode mode, const Run& run, Module& a, Module& b) {
     const auto seed = options_.seed + static_cast<uint64_t>(c);
     const auto inputs = vary(inputs_, c, std::ldexp(1.0, -10), options_.seed);
     const auto one = [&](Module& m, const std::vector<IValue>& v) {
-      StateGuard guard(m, &m == &b ? &b_ : &a_);
+      StateGuard guard(m, source(&m == &b ? b_ : a_));
       return run(m, v, seed);
     };
     const auto ra = one(a, inputs), rb = one(b, inputs);
@@ -229,7 +230,7 @@ void Verifier::compare_given(Mode mode, const Run& run, Module& a, Module& b) {
     ++compared.calls;
     if (e.worst() > 16 * epsilon_) judge_given(mode, one, a, inputs, ra, e);
   }
-  compare_dtypes(mode);
+  compare_traits(mode);
   if (compared.calls) add(std::move(compared), worst);
 }
 
@@ -251,18 +252,26 @@ void Verifier::compare_sides(const Outcome& a, const Outcome& b, Mode mode) {
   };
   only(in_a, in_b, r_.gradients_only_in_a);
   only(in_b, in_a, r_.gradients_only_in_b);
-  for (const bool second : {false, true})
-    for (const Named& v : (second ? b : a).outputs) dtypes_[second][{mode, v.name}].insert(v.value.scalar_type());
+  add_traits(mode, a, false);
+  add_traits(mode, b, true);
 }
 
-void Verifier::compare_dtypes(Mode mode) {
-  for (const auto& [output, theirs] : dtypes_[1]) {
-    const auto ours = dtypes_[0].find(output);
-    if (output.first != mode || ours == dtypes_[0].end()) continue;
-    for (const at::ScalarType t : theirs)
-      if (!ours->second.count(t))
-        differs(fmt::format("The second model's {} is {} {}, the first model's {}.", output.second, at::toString(t),
-                            in_mode(mode), at::toString(*ours->second.begin())));
+void Verifier::add_traits(Mode mode, const Outcome& out, bool second) {
+  for (const Trait& t : out.traits) traits_[second][{mode, t.output, t.kind}].insert(t.text);
+}
+
+void Verifier::compare_traits(Mode mode) {
+  for (const auto& [key, theirs] : traits_[1]) {
+    const auto& [in, output, kind] = key;
+    const auto ours = traits_[0].find(key);
+    if (in != mode || ours == traits_[0].end()) continue;
+    // Code that TorchScript has optimised forgets no_grad, and gives a result that requires a gradient it doesn't get.
+    if (kind == Trait::Kind::requires_grad && (no_grad_ || mode == Mode::no_grad || !theirs.count(kRequiresNone)))
+      continue;
+    for (const std::string& text : theirs)
+      if (!ours->second.count(text))
+        differs(fmt::format("The second model's {} {} {}, the first model's {}.", output, text, in_mode(mode),
+                            *ours->second.begin()));
   }
 }
 

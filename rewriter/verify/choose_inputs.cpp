@@ -8,7 +8,7 @@
 namespace tsmem {
 
 Start Verifier::start(Module& a, Mode mode, const std::vector<IValue>& inputs, bool given) {
-  StateGuard guard(a, &a_);
+  StateGuard guard(a, source(a_));
   Start s{inputs, given, runner(mode, true), {}, ""};
   s.first = s.run(a, inputs, options_.seed);
   if (s.first.error.empty() || mode == Mode::no_grad) return s;

@@ -37,11 +37,11 @@ Module& Verifier::runs_in(const Module& m, Mode mode, bool f64) {
 }
 
 Run Verifier::runner(Mode mode, bool input_grad) const {
-  return {options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_};
+  return {options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_, unseen_writes_};
 }
 
 Outcome Verifier::settle(Module& a, Run run, const std::vector<IValue>& inputs, int runs, const Outcome* settled) {
-  StateGuard guard(a, &a_);
+  StateGuard guard(a, source(a_));
   run.backward = false;
   Outcome out;
   for (int i = 0; i < runs; ++i) {

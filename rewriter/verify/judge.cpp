@@ -149,7 +149,7 @@ bool Verifier::unstable(Mode mode, const Start& at, int call, const Errors& wors
     say(fmt::format("{}: inputs moved, {} of {}", name_of(mode), n + 1, kMovedInputs));
     const auto moved = vary(inputs, n, epsilon_, seed + 1);
     const auto one = [&](Module& m, const Module& original, const std::vector<IValue>& v) {
-      StateGuard guard(m, &original);
+      StateGuard guard(m, source(original));
       return run(m, v, seed);
     };
     const auto ref = one(reference, a_, in_double(moved));
@@ -180,7 +180,7 @@ bool Verifier::draws_by_rounding(Mode mode, const Start& at) {
   auto a = copy(a_, mode, false);
   settle(a, run, at.inputs);
   const auto one = [&](const std::vector<IValue>& inputs, uint64_t seed) {
-    StateGuard guard(a, &a_);
+    StateGuard guard(a, source(a_));
     return run(a, inputs, seed);
   };
   bool& found = draws_by_rounding_[mode];

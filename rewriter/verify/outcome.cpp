@@ -12,6 +12,7 @@
 #include "rewriter/clock.h"
 #include "rewriter/error.h"
 #include "rewriter/measure/inputs.h"
+#include "rewriter/rewrite/added_names.h"
 
 namespace tsmem {
 
@@ -239,6 +240,73 @@ std::vector<std::string> described(const std::vector<IValue>& inputs) {
   return out;
 }
 
+// A value that is no tensor as one: a number as itself, anything else as a hash of what it says.
+static at::Tensor as_tensor(const IValue& v) {
+  if (v.isTensor() && v.toTensor().defined()) return kept(v.toTensor());
+  if (v.isInt()) return at::scalar_tensor(v.toInt(), at::kLong);
+  if (v.isBool()) return at::scalar_tensor(v.toBool(), at::kBool);
+  if (v.isDouble()) return at::scalar_tensor(v.toDouble(), at::kDouble);
+  if (v.isComplexDouble()) return at::view_as_real(at::scalar_tensor(v.toComplexDouble(), at::kComplexDouble));
+  const std::string text = v.isString() ? v.toStringRef() : v.isTensor() ? "None" : v.tagKind();
+  return at::scalar_tensor(static_cast<int64_t>(std::hash<std::string>()(text)), at::kLong);
+}
+
+// The attributes that are neither parameters nor buffers, and what is in them: numbers, lists, dicts.
+static std::vector<Named> other_attributes(const Module& m) {
+  std::vector<Named> found;
+  for (const auto& [path, sub] : m.named_modules()) {
+    const auto type = sub.type();
+    for (size_t i = 0; i < type->numAttributes(); ++i) {
+      const auto& declared = type->getAttribute(i);
+      const std::string& name = type->getAttributeName(i);
+      if (declared->is_module() || declared->isSubtypeOf(*c10::TensorType::get()) || is_added_name(name)) continue;
+      for (const IValue& v : all_values(sub._ivalue()->getSlot(i)))
+        found.push_back({path.empty() ? name : fmt::format("{}.{}", path, name), as_tensor(v).clone()});
+    }
+  }
+  return found;
+}
+
+// Of each storage, the input, parameter or buffer that is in it.
+static std::map<const void*, std::string> owners(const Module& m, const std::vector<IValue>& inputs) {
+  std::map<const void*, std::string> found;
+  const auto add = [&](const at::Tensor& t, const std::string& name) {
+    if (t.defined() && t.has_storage()) found.emplace(t.storage().unsafeGetStorageImpl(), name);
+  };
+  int n = 0;
+  for (const auto& t : all_tensors(c10::ivalue::Tuple::create(inputs))) add(t, fmt::format("input {}", n++));
+  for (const auto& p : m.named_parameters()) add(p.value, fmt::format("'{}'", p.name));
+  for (const auto& b : m.named_buffers()) add(b.value, fmt::format("'{}'", b.name));
+  return found;
+}
+
+// Without its sizes, which may depend on values. Of a dimension of size 1 the stride says nothing.
+static std::string layout_of(const at::Tensor& t) {
+  if (t.is_contiguous()) return "is contiguous";
+  std::vector<int64_t> order;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) > 1) order.push_back(d);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
+  return fmt::format("has its dimensions in memory in the order ({}){}", fmt::join(order, ", "),
+                     t.is_non_overlapping_and_dense() ? "" : ", not densely");
+}
+
+static std::vector<Trait> traits_of(const std::vector<at::Tensor>& outputs, std::map<const void*, std::string> owners) {
+  std::vector<Trait> out;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& t = outputs[i];
+    const std::string name = fmt::format("output {}", i);
+    const auto add = [&](Trait::Kind kind, std::string text) { out.push_back({name, kind, std::move(text)}); };
+    add(Trait::Kind::dtype, fmt::format("is {}", at::toString(t.scalar_type())));
+    add(Trait::Kind::requires_grad, t.requires_grad() ? "requires a gradient" : kRequiresNone);
+    if (t.layout() != at::kStrided || !t.has_storage() || t.numel() == 0) continue;
+    add(Trait::Kind::layout, layout_of(t));
+    const auto [owner, own] = owners.emplace(t.storage().unsafeGetStorageImpl(), name);
+    add(Trait::Kind::memory, own ? "has memory of its own" : fmt::format("is in the memory of {}", owner->second));
+  }
+  return out;
+}
+
 Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t seed) const {
   Outcome out;
   std::vector<IValue> inputs;
@@ -258,7 +326,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
   const auto overwritten = [&] {
     std::vector<torch::jit::NameTensor> found;
     for (const auto& p : m.named_parameters())
-      if (p.value._version() != versions[p.name]) found.push_back(p);
+      if (unseen_writes || p.value._version() != versions[p.name]) found.push_back(p);
     return found;
   };
   at::AutoGradMode mode(grad);
@@ -277,7 +345,8 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
           random.push_back(all[i]);
         }
     }
-    for (auto& t : all_tensors(output)) out.outputs.push_back({fmt::format("output {}", out.outputs.size()), kept(t)});
+    for (const IValue& v : all_values(output)) out.outputs.push_back({"", as_tensor(v)});
+    out.traits = traits_of(all_tensors(output), owners(m, inputs));
     if (!roots.empty() && backward) torch::autograd::backward(roots, random);
     out.seconds = seconds_since(start);
     for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
@@ -287,6 +356,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
     for (const auto& p : overwritten()) out.buffers.push_back({p.name, kept(p.value).clone()});
     for (const auto& b : m.named_buffers())
       out.buffers.push_back({b.name, b.value.defined() ? kept(b.value).clone() : b.value});
+    for (auto& a : other_attributes(m)) out.buffers.push_back(std::move(a));
     for (auto& t : all_tensors(c10::ivalue::Tuple::create(inputs)))
       out.inputs.push_back({fmt::format("input {}", out.inputs.size()), kept(t)});
   } catch (const std::exception& e) {

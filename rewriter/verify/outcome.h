@@ -36,11 +36,23 @@ struct Named {
   mutable double size = -1;  // its norm, where known
 };
 
+// What an output is that is no matter of degree: its dtype, whether it requires a gradient, its layout, whose memory it
+// is in. `text` is what a sentence says of it: "is Float", "is in the memory of input 0".
+struct Trait {
+  enum class Kind { dtype, requires_grad, layout, memory };
+  std::string output;
+  Kind kind;
+  std::string text;
+};
+inline const std::string kRequiresNone = "requires no gradient";
+
 // What one call left behind.
 struct Outcome {
-  std::string error;  // of the call that raised
-  std::vector<Named> outputs, gradients, inputs;
-  std::vector<Named> buffers;      // and the parameters that it has overwritten
+  std::string error;           // of the call that raised
+  std::vector<Named> outputs;  // what isn't a tensor is one of its value, or of a hash of it
+  std::vector<Trait> traits;   // of the outputs that are tensors
+  std::vector<Named> gradients, inputs;
+  std::vector<Named> buffers;      // and other attributes, and the parameters that it has overwritten
   std::vector<at::Tensor> random;  // generator states
   double seconds = 0;              // of forward and backward
 };
@@ -61,6 +73,7 @@ struct Run {
   c10::Device device;
   bool grad, input_grad;
   bool shares_parameters = false;  // with other copies: then it throws OverwritesParameter where it overwrites one
+  bool unseen_writes = false;      // a parameter may be overwritten and no version count it (.data): all are compared
   bool backward = true;
 
   // Calls the method on copies of the inputs, and backward where there is something to differentiate. An exception is

@@ -46,7 +46,7 @@ Spread Verifier::spread(Mode mode, const Start& at, bool f64, bool wide, int wor
     const auto seed = options_.seed + static_cast<uint64_t>(c);
     const auto inputs = vary(at.inputs, c, std::ldexp(1.0, -10), options_.seed), own = in(inputs, wide);
     const auto one = [&](Module& m, const std::vector<IValue>& v, bool is_b = false) {
-      StateGuard guard(m, is_b ? &b_ : &a_);
+      StateGuard guard(m, source(is_b ? b_ : a_));
       return run(m, v, seed);
     };
     const auto ref = one(reference, in(inputs, f64));

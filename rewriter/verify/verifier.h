@@ -32,6 +32,8 @@ inline std::string in_mode(Mode m) {
 struct Code {
   size_t longest = 0;    // operators that give tensors in one block, of that with the most
   bool dropout = false;  // it draws random numbers, or may do so from a later call on
+  bool data = false;     // it reads .data, by which a parameter may be overwritten and no version count it
+  bool no_grad = false;  // it turns grad mode on or off
 };
 
 // The inputs of a mode's calls, how they are run, and what the first of A's runs on them left behind.
@@ -85,6 +87,8 @@ class Verifier {
   std::string verdict() const;
 
   // copies.cpp: what runs. Fresh copies have never run.
+  // The model that a copy of it takes its parameters from when its state is put back; null where it has its own.
+  const Module* source(const Module& m) const { return unseen_writes_ ? nullptr : &m; }
   Module fresh(const Module& m, bool f64 = false);
   // A copy that has run, whose parameters are the model's.
   const Module* with_parameters(const Module& m, bool f64) const;
@@ -134,7 +138,8 @@ class Verifier {
   // What is no matter of degree.
   void compare_sides(const Outcome& a, const Outcome& b, Mode mode);
   // Of the outputs of all calls so far: TorchScript's first calls may give others than its later ones.
-  void compare_dtypes(Mode mode);
+  void add_traits(Mode mode, const Outcome& out, bool second);
+  void compare_traits(Mode mode);
   bool same_random(const Outcome& a, const Outcome& b) const;
 
   // judge.cpp
@@ -172,10 +177,12 @@ class Verifier {
   const Module &a_, &b_;
   const std::vector<IValue>& inputs_;
   const VerifyOptions& options_;
-  const bool share_;
   const double epsilon_;
   const std::string own_dtype_;
-  const Code code_;
+  const Code code_;           // A's
+  const bool unseen_writes_;  // A or B may overwrite a parameter and no version count it
+  const bool no_grad_;        // A or B turns grad mode on or off
+  const bool share_;
   const Clock::time_point started_;
   double limit_;                 // seconds for it all
   double step_ = 0;              // seconds of A's step with the inputs given; 0: not known yet
@@ -192,7 +199,7 @@ class Verifier {
   double f64_worst_ = 0;
   bool compared_in_f64_ = false;
   std::map<Mode, bool> draws_by_rounding_;
-  std::map<std::pair<Mode, std::string>, std::set<at::ScalarType>> dtypes_[2];
+  std::map<std::tuple<Mode, std::string, Trait::Kind>, std::set<std::string>> traits_[2];  // of outputs of A, of B
   std::string first_error_;
   VerifyResult r_;
 };

@@ -27,6 +27,9 @@ static Code code_of(const Module& module, const std::string& method) {
         }))
       code.longest = std::max(code.longest, ++counts[node->owningBlock()]);
     code.dropout |= std::string_view(node->kind().toUnqualString()).find("dropout") != std::string_view::npos;
+    code.data |= std::string_view(node->kind().toUnqualString()) == "data";
+    if (node->kind() == torch::jit::prim::CreateObject)
+      code.no_grad |= node->output()->type()->annotation_str().find("grad_mode") != std::string::npos;
   }
   return code;
 }
@@ -54,10 +57,12 @@ Verifier::Verifier(const Module& a, const Module& b, const std::vector<IValue>& 
       b_(b),
       inputs_(inputs),
       options_(options),
-      share_(share),
       epsilon_(std::max({epsilon_of(a, inputs), autocast_epsilon(a, options), autocast_epsilon(b, options)})),
       own_dtype_(dtype_of_epsilon(epsilon_of(a, inputs))),
       code_(code_of(a, options.method)),
+      unseen_writes_(code_.data || code_of(b, options.method).data),
+      no_grad_(code_.no_grad || code_of(b, options.method).no_grad),
+      share_(share && !unseen_writes_),
       started_(Clock::now() -
                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
       limit_(kMargin * options.seconds),

@@ -5,14 +5,7 @@ import pytest
 import torch
 from op_checks import DTYPES, assert_equal, calls, live_bytes, run, saved
 
-
-
-@pytest.fixture(autouse=True)
-def library(ops):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operands(name, dtype=torch.float64, n=5, k=7, m=3, batches=2, laid_out="contiguous"):

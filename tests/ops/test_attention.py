@@ -11,13 +11,7 @@ from op_checks import DTYPES, assert_equal, live_bytes, run
 ops = torch.ops.tsmem
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def heads(batch=2, number=3, length=17, width=8, dtype=torch.float64, seed=0, other=None):

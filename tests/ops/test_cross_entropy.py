@@ -9,12 +9,7 @@ from op_checks import DTYPES, calls, channels_last, live_bytes, run, saved
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
-@pytest.fixture(autouse=True)
-def library(ops):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ours(x, target, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0):

@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "recompute.h"
+#include "journal.h"
 
 namespace {
 

@@ -1,0 +1,127 @@
+#include "recipe.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <unordered_set>
+
+#include "known.h"
+
+namespace tsmem {
+
+using at::Tensor;
+
+// A chain of residual blocks is recomputed from its first one: its cost grows with the square of its length.
+constexpr int kLongestChain = 8;
+// Expensive ones are made once each, but every user holds all that a chain starts from.
+constexpr int kLongestExpensiveChain = 100;
+// Nodes between two users of a shared value: within a block of layers or two. Held any longer, it would be there at the
+// peak (a skip connection across a whole network).
+constexpr int64_t kNear = 16;
+
+std::optional<c10::Stream> stream_of(const Tensor& t) {
+  if (!t.is_cuda()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
+}
+
+// The leaves of a recipe in the order of place(); false where one has gone or was changed.
+static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, Visited& visited) {
+  if (!visited.emplace(&recipe, 0).second) return true;
+  for (const Source& s : recipe.sources) {
+    if (s.recipe) continue;
+    if (!s.tensor) {
+      leaves.emplace_back();
+    } else {
+      auto impl = s.tensor->lock();
+      if (!impl) return false;
+      Tensor t(std::move(impl));
+      if (t.is_inference() || t._version() != s.version) return false;
+      leaves.push_back(std::move(t));
+    }
+  }
+  for (const Source& s : recipe.sources)
+    if (s.recipe && !collect(*s.recipe, leaves, visited)) return false;
+  return true;
+}
+
+size_t place(const Recipe& recipe, size_t next, Visited& first) {
+  if (!first.emplace(&recipe, next).second) return next;
+  for (const Source& s : recipe.sources) next += s.recipe == nullptr;
+  for (const Source& s : recipe.sources)
+    if (s.recipe) next = place(*s.recipe, next, first);
+  return next;
+}
+
+bool needed_soon(const Recipe& recipe, int64_t user) {
+  const auto after = std::lower_bound(recipe.users.begin(), recipe.users.end(), user);
+  return after != recipe.users.begin() && user - *std::prev(after) <= kNear;
+}
+
+Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int level,
+                  bool* own) {
+  std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
+  bool hold = false;
+  if (recipe->expensive || recipe->shared) {
+    lock.lock();  // never against the order of the graph: sources never wait for what is made from them
+    if (own) *own = false;
+    if (recipe->made.defined()) return recipe->made;
+    hold = recipe->expensive || (level <= 1 && needed_soon(*recipe, user));
+  }
+  std::vector<Tensor> operands;
+  std::vector<bool> spare;
+  const Tensor* leaf = leaves + first.at(recipe.get());
+  const int next = level + (recipe->pieces == Pieces::no && !recipe->view);
+  for (const Source& s : recipe->sources) {
+    bool ours = false;
+    operands.push_back(s.recipe ? make_again(s.recipe, leaves, first, user, next, &ours) : *leaf++);
+    spare.push_back(ours);
+  }
+  Tensor made = recipe->make(operands, spare);
+  // Another order of operands, or one that was overwritten, may give others.
+  if (made.strides() != at::IntArrayRef(recipe->strides)) made = in_strides(at::alias(made), recipe->strides);
+  if (own) *own = !hold && (!recipe->view || spare[0]);
+  // Where the op's own backward, or the next user's, is not part of this pass, or the pass fails.
+  if (hold && when_pass_ends([weak = std::weak_ptr<const Recipe>(recipe)] {
+        if (const auto r = weak.lock()) {
+          Tensor dropped;  // freed without the lock
+          std::lock_guard<std::mutex> guard(r->mutex);
+          std::swap(dropped, r->made);
+        }
+      }))
+    recipe->made = made;
+  return made;
+}
+
+RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
+  const Tensor whole = owner(t);
+  const auto known = known_of(whole);
+  if (!known || !known->recipe || known->recipe->depth > kLongestChain ||
+      known->recipe->expensive_depth > kLongestExpensiveChain || whole._version() != known->version)
+    return nullptr;
+  // Backward runs each node on its forward's stream. What another stream made is kept itself, as by PyTorch's ops,
+  // whose users order the streams and tell the allocator.
+  if (known->recipe->stream != stream_of(whole)) return nullptr;
+  Visited visited;
+  if (!collect(*known->recipe, leaves, visited)) return nullptr;
+  size_t cost = 0;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const Tensor& l : leaves)
+    if (l.defined() && seen.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
+  const size_t gain = bytes_of(whole);
+  const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
+  if (!worth) return nullptr;
+  if (whole.is_same(t)) return known->recipe;
+  auto view = std::make_shared<Recipe>();
+  view->sources.push_back({known->recipe, std::nullopt});
+  view->depth = known->recipe->depth;
+  view->expensive_depth = known->recipe->expensive_depth;
+  view->view = true;
+  view->strides = c10::DimVector(t.strides());
+  view->stream = known->recipe->stream;
+  view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
+                whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
+    return operands[0].as_strided(sizes, strides, offset - whole_offset + operands[0].storage_offset());
+  };
+  return view;
+}
+
+}  // namespace tsmem

@@ -1,0 +1,65 @@
+// How a tensor is made again: the recipes that recompute.h's offers become.
+#pragma once
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "recompute.h"
+
+namespace tsmem {
+
+// A value that a recipe starts from: made by another recipe, or the tensor itself.
+struct Source {
+  RecipePtr recipe;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor;  // none: undefined
+  uint32_t version = 0;
+};
+
+struct Recipe {
+  std::vector<Source> sources;
+  Make make;
+  Pieces pieces = Pieces::no;
+  int depth = 1;            // cheap recipes in a row
+  int expensive_depth = 0;  // expensive ones in a row
+  bool expensive = false;   // made once in a pass of backward
+  bool view = false;        // of the only source
+  Rows rows = Rows::all;
+  int64_t columns = 0;                // of the output's last dimension, with Rows::own
+  c10::DimVector strides;             // the output's
+  std::optional<c10::Stream> stream;  // of a device that has streams
+  bool shared = false;                // made once for users that are near one another
+  mutable std::mutex mutex;
+  mutable std::vector<int64_t> users;  // of a shared one: the nodes that need it in backward, in forward's order
+  mutable at::Tensor made;  // until an expensive one's own op has run its backward, or a shared one's last user nearby
+};
+
+// What is recomputed is made as kernels are called: without autograd and autocast.
+struct Below {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView dispatch;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// Recipes that share sources are a graph, not a tree: each is visited once.
+using Visited = std::unordered_map<const Recipe*, size_t>;
+
+// Where each recipe's own leaves begin: those of its sources' recipes come after them. Returns where the next would.
+size_t place(const Recipe& recipe, size_t next, Visited& first);
+
+// The stream that work on t goes to now; none on the CPU.
+std::optional<c10::Stream> stream_of(const at::Tensor& t);
+
+// Whether a shared recipe has a user soon after `user` in backward. Under the recipe's lock.
+bool needed_soon(const Recipe& recipe, int64_t user);
+
+// own: whether nobody else has the memory of what was made. level: how far it is from what the user needs; pieces put
+// together don't count. Only what is near is held: every second block of a chain that is made from one another. To hold
+// them all would cost more memory than it saves time.
+at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const Visited& first, int64_t user,
+                      int level = 0, bool* own = nullptr);
+
+// The recipe of t, where it has one that holds and is worth it, and its leaves in the order of place().
+RecipePtr usable_recipe(const at::Tensor& t, std::vector<at::Tensor>& leaves);
+
+}  // namespace tsmem
