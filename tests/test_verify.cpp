@@ -208,7 +208,7 @@ TEST(Verify, ChangedGradientAlone) {
 TEST(Verify, OtherDtypeOfAnOutput) {
   auto r = verify(net(), net(with(kNet, "torch.tanh(y)", "torch.tanh(y).double()")), image(), quick());
   EXPECT_FALSE(r.equal);
-  const std::string text = "output 0 is Double in train mode, the first model's Float.";
+  const std::string text = "output 0 is Double in train mode, the first model's is Float.";
   EXPECT_TRUE(std::any_of(r.differences.begin(), r.differences.end(), [&](const std::string& d) {
     return d.find(text) != std::string::npos;
   })) << r.verdict;

@@ -15,6 +15,7 @@ static std::string ended(const std::string& text) {
 }
 
 static Code code_of(const Module& module, const std::string& method) {
+  if (!module.find_method(method)) return {};
   Scopes scopes;
   const View view = copy_graph(*toGraphFunction(module.get_method(method).function()).graph(), scopes,
                                [](const Scope*) { return true; });
