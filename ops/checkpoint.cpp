@@ -98,15 +98,18 @@ struct Buffer {
 
 constexpr int64_t kLargeBuffer = 1 << 20;  // bytes
 
-void collect_buffers(const c10::ivalue::Object& module, std::unordered_set<const void*>& seen,
+// Tensors that are no parameters, of an object and those in it, also in lists, dicts and tuples.
+void collect_buffers(const c10::ivalue::Object& object, std::unordered_set<const void*>& seen,
                      std::vector<Tensor>& buffers) {
-  for (size_t i = 0; i < module.type()->numAttributes(); ++i) {
-    const IValue& value = module.getSlot(i);
-    if (value.isModule() && seen.insert(&value.toObjectRef()).second)
+  for (size_t i = 0; i < object.type()->numAttributes(); ++i) {
+    const IValue& value = object.getSlot(i);
+    if (value.isObject() && seen.insert(&value.toObjectRef()).second)
       collect_buffers(value.toObjectRef(), seen, buffers);
-    if (!value.isTensor() || module.type()->is_parameter(i)) continue;
-    const Tensor& t = value.toTensor();
-    if (t.defined() && seen.insert(t.unsafeGetTensorImpl()).second) buffers.push_back(t);
+    if (object.type()->is_module() && object.type()->is_parameter(i)) continue;
+    std::vector<Tensor> tensors;
+    collect(value, tensors);
+    for (const Tensor& t : tensors)
+      if (seen.insert(t.unsafeGetTensorImpl()).second) buffers.push_back(t);
   }
 }
 
@@ -130,18 +133,26 @@ std::vector<Buffer> buffers_now(const IValue& self) {
 
 using Replaced = std::unordered_map<const void*, IValue>;
 
-// A module that shares all with another, but for what `replaced` gives for its tensors and modules.
-IValue copy_module(const IValue& module, Replaced& replaced) {
-  if (const auto made = replaced.find(&module.toObjectRef()); made != replaced.end()) return made->second;
-  const auto copy = module.toObject()->copy();
+// An object of other objects, lists, dicts and tuples, which shares the tensors of the first, but for what `replaced`
+// gives for them.
+IValue copy_object(const IValue& object, Replaced& replaced) {
+  if (const auto made = replaced.find(&object.toObjectRef()); made != replaced.end()) return made->second;
+  const auto copy = object.toObject()->copy();
   const IValue result(copy);
-  replaced.emplace(&module.toObjectRef(), result);
+  replaced.emplace(&object.toObjectRef(), result);
   for (size_t i = 0; i < copy->type()->numAttributes(); ++i) {
     const IValue value = copy->getSlot(i);
-    if (value.isModule()) copy->setSlot(i, copy_module(value, replaced));
-    if (!value.isTensor()) continue;
-    if (const auto other = replaced.find(value.toTensor().unsafeGetTensorImpl()); other != replaced.end())
-      copy->setSlot(i, other->second);
+    if (value.isObject()) {
+      copy->setSlot(i, copy_object(value, replaced));
+      continue;
+    }
+    std::vector<Tensor> tensors;
+    collect(value, tensors);
+    for (Tensor& t : tensors)
+      if (const auto other = replaced.find(t.unsafeGetTensorImpl()); other != replaced.end())
+        t = other->second.toTensor();
+    const Tensor* next = tensors.data();
+    copy->setSlot(i, replace(value, next));
   }
   return result;
 }
@@ -165,7 +176,8 @@ struct Output {
 };
 
 struct Call : torch::CustomClassHolder {
-  IValue self, arguments;  // arguments: without their tensors
+  IValue self;       // a copy, as the call found it: flags, numbers and lists may change until backward
+  IValue arguments;  // without their tensors
   std::string method;
   State state;
   std::vector<Buffer> buffers;
@@ -184,7 +196,7 @@ IValue module_then(const Call& call) {
                 " ran, which can't be run again; rewrite the model without a checkpoint of this module");
     if (b.copy.defined()) replaced.emplace(b.itself.unsafeGetTensorImpl(), b.copy.clone());
   }
-  return copy_module(call.self, replaced);
+  return copy_object(call.self, replaced);
 }
 
 // The tensor that owns t's memory: what it is a view of, or itself.
@@ -207,9 +219,9 @@ void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) 
 
 // Sorts what the method returned into call.results and call.outputs; gives the tensors that are the node's outputs, and
 // those of them that need no gradient.
-std::pair<variable_list, variable_list> sort_results(Call& call, const std::vector<Tensor>& returned,
-                                                     at::TensorList inputs) {
-  const std::vector<Tensor> buffers = buffers_of(call.self);
+std::pair<variable_list, variable_list> sort_results(Call& call, const IValue& self,
+                                                     const std::vector<Tensor>& returned, at::TensorList inputs) {
+  const std::vector<Tensor> buffers = buffers_of(self);
   call.results.resize(returned.size());
   std::vector<std::pair<Tensor, std::vector<size_t>>> groups;  // what owns the memory, and the results that lie there
   for (size_t i = 0; i < returned.size(); ++i) {
@@ -300,7 +312,7 @@ std::vector<bool> needed(const std::vector<Tensor>& results, const std::vector<T
 }
 
 // Runs the method in grad mode; the tensors that it returns hold the graph that this makes.
-IValue run_forward(const Call& what, const IValue& arguments, const std::vector<Tensor>& inputs) {
+IValue run_forward(const Call& what, const IValue& self, const IValue& arguments, const std::vector<Tensor>& inputs) {
   std::vector<uint32_t> versions;
   for (size_t i = 0; i < what.tensors; ++i) versions.push_back(version_of(inputs[i]));
   const auto graph_draws = [&] {
@@ -310,7 +322,7 @@ IValue run_forward(const Call& what, const IValue& arguments, const std::vector<
   };
   const auto before = graph_draws();
   const NoAutocastCache fresh;
-  const IValue result = call(what.self, what.method, arguments);
+  const IValue result = call(self, what.method, arguments);
   TORCH_CHECK(graph_draws() == before, "tsmem::checkpoint: the method ", what.method, " of ",
               what.self.type()->repr_str(),
               " draws random numbers, which can't be drawn again inside a CUDA graph; rewrite the model without "
@@ -398,18 +410,19 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
     for (const Tensor& t : inputs) grad |= t.requires_grad();
   }
   if (!grad) return call(self, method, arguments);
-  what->self = self;
+  Replaced nothing;
+  what->self = copy_object(self, nothing);
   what->method = method;
   what->arguments = skeleton(arguments, what->tensors);
   what->state = State::now(inputs);
   what->buffers = buffers_now(self);
   for (size_t i = 0; i < what->tensors; ++i) what->requires_grad.push_back(inputs[i].requires_grad());
-  const IValue result = run_forward(*what, arguments, inputs);
+  const IValue result = run_forward(*what, self, arguments, inputs);
   std::vector<Tensor> returned, connected;
   collect(result, returned);
   const std::vector<bool> needs = needed(returned, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) connected.push_back(needs[i] ? inputs[i] : inputs[i].detach());
-  const auto sorted = sort_results(*what, returned, inputs);
+  const auto sorted = sort_results(*what, self, returned, inputs);
   const variable_list outputs = Checkpoint::apply(at::TensorList(connected), what, &sorted);
   std::vector<Tensor> results;
   for (const Result& r : what->results) results.push_back(make_result(r, inputs, outputs));

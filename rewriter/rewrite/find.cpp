@@ -2,10 +2,12 @@
 
 #include <torch/csrc/jit/api/function_impl.h>
 
+#include "rewriter/measure/inputs.h"
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/added_names.h"
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/checkpoint.h"
+#include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/unused_norms.h"
 
 namespace tsmem {
@@ -30,7 +32,7 @@ bool is_none(Module m, const std::string& path) {
 }
 
 // What the instances of a class say of its attributes.
-Attributes attributes_of(std::vector<Module> instances) {
+Attributes attributes_of(std::vector<Module> instances, const ModelWrites& writes) {
   return {[instances](const std::string& a, const std::string& b) {
             for (const Module& m : instances) {
               if (is_none(m, a) || is_none(m, b)) continue;
@@ -45,7 +47,16 @@ Attributes attributes_of(std::vector<Module> instances) {
                   !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
                 return false;
             return true;
-          }};
+          },
+          [instances, &writes](const std::string& a) {
+            return std::any_of(instances.begin(), instances.end(), [&](const Module& m) {
+              const auto tensors = all_tensors(value_at(m, a));
+              return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+                return t.has_storage() && writes.storages.count(t.storage().unsafeGetStorageImpl());
+              });
+            });
+          },
+          writes.set};
 }
 
 // The dropouts in modules that run again, and whether they draw when TorchScript differentiates all of the method,
@@ -86,6 +97,39 @@ void draw_as_callers(Results& results) {
             if (p.node == place.second && way_in(nullptr, p.scope) == way_in(s, place.first)) found.draws = false;
       }
     }
+}
+
+// Whether the model's own code takes gradients that it differentiates further: torch.autograd.grad(..., create_graph).
+bool differentiates_twice(const Block* block) {
+  static const Symbol grad = Symbol::fromQualString("aten::grad");
+  constexpr size_t kCreateGraph = 4;
+  return std::any_of(block->nodes().begin(), block->nodes().end(), [](const Node* n) {
+    if (n->kind() == grad && n->inputs().size() > kCreateGraph) {
+      const auto create_graph = toIValue(n->input(kCreateGraph));
+      return !create_graph || !create_graph->isBool() || create_graph->toBool();
+    }
+    const Graph* called = graph_of(called_function(n));
+    return (called && differentiates_twice(called->block())) ||
+           std::any_of(n->blocks().begin(), n->blocks().end(), differentiates_twice);
+  });
+}
+
+bool model_differentiates_twice(const Selection& selection) {
+  for (const ModuleClass& c : selection.classes)
+    for (Function* f : c.type->methods())
+      if (const GraphFunction* function = graph_function(f);
+          function && differentiates_twice(function->graph()->block()))
+        return true;
+  return false;
+}
+
+// What is recomputed has no second derivatives.
+void refuse_all(MatchResult& matched) {
+  for (const Found& found : matched.found)
+    matched.refused.push_back({found.pattern, found.scope,
+                               "the model differentiates its own gradients (torch.autograd.grad with create_graph), "
+                               "and what is recomputed has no second derivatives; at level 'ops' it may be rewritten"});
+  matched.found.clear();
 }
 
 // The matches of one method, in a view of all that it calls.
@@ -133,15 +177,19 @@ bool refused_further_in(const NearMiss& miss, const Results& results) {
 
 Results match_methods(const Module& module, const Selection& selection, Scopes& scopes) {
   Results results;
+  const ModelWrites writes = model_writes(module);
+  const bool twice = selection.options.level != Level::ops && model_differentiates_twice(selection);
   for (const ModuleClass& c : selection.classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
-    const Attributes attributes = attributes_of(std::move(instances));
+    const Attributes attributes = attributes_of(std::move(instances), writes);
     for (Function* f : c.type->methods()) {
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
-      results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes));
+      Result& result =
+          results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes)).first->second;
+      if (twice) refuse_all(result.matched);
     }
   }
   draw_as_callers(results);

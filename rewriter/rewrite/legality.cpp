@@ -220,9 +220,18 @@ std::string Legality::disturbed(const Attempt& a) const {
 std::string Legality::writes(Node* n, const Attempt& a, bool in_between) const {
   if (in_between && (n->kind() == prim::Enter || n->kind() == prim::Exit))
     return "a `with` block begins or ends between the matched operators";
-  if (in_between && (n->kind() == prim::CallMethod || n->kind() == prim::CallFunction))
-    return fmt::format("a call that can't be looked into ({}) lies between the matched operators",
-                       n->kind() == prim::CallMethod ? n->s(attr::name) : "function");
+  if (runs_unseen(n)) {
+    const std::string name = n->kind() == prim::CallMethod     ? n->s(attr::name)
+                             : n->kind() == prim::CallFunction ? "function"
+                                                               : n->kind().toUnqualString();
+    if (in_between)
+      return fmt::format("a call that can't be looked into ({}) lies between the matched operators", name);
+    for (Value* given : given_unseen(n))
+      for (const auto& [_, bound] : a.bound)
+        for (Value* v : tensors_of(bound))
+          if (!is_result(v, a) && sharing_.may_alias(given, v))
+            return fmt::format("a call that can't be looked into ({}) may write to an input of the match later", name);
+  }
   if (in_between && is_opaque(n)) return "an operator on functions lies between the matched operators";
   for (Block* b : n->blocks())
     for (Node* inner : b->nodes())

@@ -267,6 +267,7 @@ class Matcher {
       for (Block* b : n->blocks()) collect_writes(b, writes);
       if (updates_statistics(n))
         for (size_t k : {3, 4}) add(n, n->input(k), /*statistics=*/true);
+      for (Value* v : given_unseen(n)) writes.push_back({n, v, /*always=*/true, /*statistics=*/false});
       const FunctionSchema* schema = n->maybeSchema();
       if (!schema || !schema->is_mutable() || taken_.count(n)) continue;
       for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
@@ -297,7 +298,6 @@ class Matcher {
     std::vector<Write> writes;
     collect_writes(view_.graph->block(), writes);
     for (Value* written : view_.overwritten_unused) writes.push_back({nullptr, written, true, false});
-    if (writes.empty()) return;
     for (size_t i = 0; i < accepted_.size(); ++i) {
       const Attempt& a = accepted_[i];
       Found& found = result_.found[i];
@@ -306,12 +306,14 @@ class Matcher {
                        [](const Line& line) { return offers_recompute(line.op) != Offers::nothing; }))
         continue;
       const auto read = read_again(a, found);
-      found.overwritten = std::any_of(writes.begin(), writes.end(), [&](const Write& w) {
-        return (w.always || may_run_after(w.node, a.nodes.back())) &&
-               std::any_of(read.begin(), read.end(), [&](Value* v) {
-                 return (!w.statistics || sharing_.may_be_attribute(v)) && sharing_.reaches(w.tensor, v);
-               });
-      });
+      found.overwritten =
+          std::any_of(read.begin(), read.end(), [&](Value* v) { return sharing_.written_by_the_model(v); }) ||
+          std::any_of(writes.begin(), writes.end(), [&](const Write& w) {
+            return (w.always || may_run_after(w.node, a.nodes.back())) &&
+                   std::any_of(read.begin(), read.end(), [&](Value* v) {
+                     return (!w.statistics || sharing_.may_be_attribute(v)) && sharing_.reaches(w.tensor, v);
+                   });
+          });
     }
   }
 };

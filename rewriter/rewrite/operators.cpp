@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/constants.h>
 
+#include "rewriter/method_call.h"
 #include "rewriter/patterns/pattern_lines.h"
 
 namespace tsmem {
@@ -17,34 +18,10 @@ bool counts(const Node* n, const Attributes& attributes) {
   return path && !path->empty() && attributes.integral(*path);
 }
 
-// Whether a value of this type may be a tensor, or hold one.
-bool may_hold_tensor(const TypePtr& type) {
-  switch (type->kind()) {
-    case TypeKind::IntType:
-    case TypeKind::FloatType:
-    case TypeKind::ComplexType:
-    case TypeKind::BoolType:
-    case TypeKind::NumberType:
-    case TypeKind::StringType:
-    case TypeKind::NoneType:
-    case TypeKind::DeviceObjType:
-      return false;
-    case TypeKind::ListType:
-    case TypeKind::DictType:
-    case TypeKind::TupleType:
-    case TypeKind::OptionalType: {
-      const auto inner = type->containedTypes();
-      return std::any_of(inner.begin(), inner.end(), may_hold_tensor);
-    }
-    default:
-      return true;
-  }
-}
-
 class Collector {
  public:
-  explicit Collector(const Attributes& attributes) : attributes_(attributes) {}
   Operators found;
+  explicit Collector(const Attributes& attributes) : attributes_(attributes) { found.set_attributes = attributes.set; }
 
   // Scripted autocast is lowered by a pass over aten ops between Enter and Exit: ours would miss its casts.
   // Under no_grad nothing is saved; and whether TorchScript takes a result there for one that needs a gradient depends
@@ -85,10 +62,50 @@ class Collector {
 
 }  // namespace
 
+bool may_hold_tensor(const TypePtr& type) {
+  switch (type->kind()) {
+    case TypeKind::IntType:
+    case TypeKind::FloatType:
+    case TypeKind::ComplexType:
+    case TypeKind::BoolType:
+    case TypeKind::NumberType:
+    case TypeKind::StringType:
+    case TypeKind::NoneType:
+    case TypeKind::DeviceObjType:
+      return false;
+    case TypeKind::ListType:
+    case TypeKind::DictType:
+    case TypeKind::TupleType:
+    case TypeKind::OptionalType: {
+      const auto inner = type->containedTypes();
+      return std::any_of(inner.begin(), inner.end(), may_hold_tensor);
+    }
+    default:
+      return true;
+  }
+}
+
 Operators collect_operators(const View& view, const Attributes& attributes) {
   Collector collector(attributes);
   collector.collect(view.graph->block(), 0, 0);
   return std::move(collector.found);
+}
+
+bool runs_unseen(const Node* n) {
+  return n->kind() == prim::CallMethod || n->kind() == prim::CallFunction || n->kind() == prim::fork ||
+         n->kind() == prim::awaitable;
+}
+
+std::vector<Value*> given_unseen(Node* n) {
+  std::vector<Value*> given;
+  // A method that runs again as a whole overwrites none of its arguments (checkpoint.h).
+  if (!runs_unseen(n) || called_method(n) || called_function(n)) return given;
+  for (Value* v : n->inputs()) {
+    const auto kind = v->type()->kind();
+    const bool object = kind == TypeKind::ClassType || kind == TypeKind::InterfaceType;
+    if (!object && kind != TypeKind::FunctionType && may_hold_tensor(v->type())) given.push_back(v);
+  }
+  return given;
 }
 
 bool by_traced_number(const CanonicalOp& op) { return commutes(op.name) && traced_number(op.inputs[1]).has_value(); }

@@ -12,6 +12,9 @@ namespace tsmem {
 struct Attributes {
   std::function<bool(const std::string&, const std::string&)> alias;  // may be the same memory (tied parameters)
   std::function<bool(const std::string&)> integral;                   // is a tensor of integers: a counter
+  // Some method of the model writes to it in place, be it one that is called between forward and backward.
+  std::function<bool(const std::string&)> written = [](const std::string&) { return false; };
+  std::set<std::string> set = {};  // the names of those that other methods than forward give tensors
 };
 
 struct Operators {
@@ -21,6 +24,15 @@ struct Operators {
   std::unordered_map<const Node*, int> with_blocks;  // a number for the `with` blocks around a node
   std::set<std::string> set_attributes;              // the names of those that are given tensors, of whatever module
 };
+
+// Whether n runs code that can't be looked into: a call that is not known before run time, or another task.
+bool runs_unseen(const Node* n);
+
+// What such code is given to write to: tensors, and lists and the like of them. Attributes are in ModelWrites.
+std::vector<Value*> given_unseen(Node* n);
+
+// Whether a value of this type may be a tensor, or hold one.
+bool may_hold_tensor(const c10::TypePtr& type);
 
 Operators collect_operators(const View& view, const Attributes& attributes);
 

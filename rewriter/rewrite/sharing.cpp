@@ -79,12 +79,14 @@ bool Sharing::reaches(Value* written, Value* v) {
   return false;
 }
 
-bool Sharing::may_be_attribute(Value* v) const {
+bool Sharing::comes_from_attribute(Value* v, const std::function<bool(const std::string&)>& wanted) const {
   const auto may_be = [&](Value* x) {
     Origins origins;
     collect_origins(x, origins);
-    return std::any_of(origins.found.begin(), origins.found.end(),
-                       [](const Value* origin) { return attribute_path(origin).value_or("") != ""; });
+    return std::any_of(origins.found.begin(), origins.found.end(), [&](const Value* origin) {
+      const auto path = attribute_path(origin);
+      return path && !path->empty() && wanted(*path);
+    });
   };
   if (v->node()->kind() != prim::ListConstruct) return may_be(v);
   return std::any_of(v->node()->inputs().begin(), v->node()->inputs().end(), may_be);

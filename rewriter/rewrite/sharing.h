@@ -20,7 +20,12 @@ class Sharing {
   bool same_container(Value* a, Value* b) { return aliases().mayAlias(a, b); }
 
   // Whether v, a tensor or a list that is made here, is known to come from an attribute, be it in one branch.
-  bool may_be_attribute(Value* v) const;
+  bool may_be_attribute(Value* v) const {
+    return comes_from_attribute(v, [](const std::string&) { return true; });
+  }
+
+  // The same of the attributes that some method of the model writes to in place.
+  bool written_by_the_model(Value* v) const { return comes_from_attribute(v, attributes_.written); }
 
   // Whether v is memory that is new in this call.
   bool made_here(Value* v) const;
@@ -49,6 +54,7 @@ class Sharing {
   bool collect_origins_in_tuple(Value* tuple, size_t element, Origins& origins) const;
   // Whether the attribute of this path may be given another tensor in this call.
   bool is_set(const std::string& path) const;
+  bool comes_from_attribute(Value* v, const std::function<bool(const std::string&)>& wanted) const;
   bool share_an_origin(const ValueSet& x, const ValueSet& y) const;
 };
 

@@ -46,7 +46,8 @@ double Verifier::deadline(Mode mode, bool given) const {
 
 std::optional<Outcome> Verifier::settle_own(Mode mode, const Start& at, Module& a) {
   // Once more after the runs that chose the inputs. Where little time is left, only for what draws random numbers.
-  if (!unhurried() && 25 * at.first.seconds >= left() && !code_.dropout && !draws(at.first, options_.seed)) return {};
+  if (!unhurried() && 25 * at.first.seconds >= left() && !code_[0].dropout && !draws(at.first, options_.seed))
+    return {};
   Outcome settled = settle(a, at.run, at.inputs, whole_ ? 3 : 1);
   if (!settled.error.empty())
     throw Error(ErrorKind::input, fmt::format("The first model's {} fails {} on a later call: {}", options_.method,
@@ -266,7 +267,8 @@ void Verifier::compare_traits(Mode mode) {
     const auto ours = traits_[0].find(key);
     if (in != mode || ours == traits_[0].end()) continue;
     // Code that TorchScript has optimised forgets no_grad, and gives a result that requires a gradient it doesn't get.
-    if (kind == Trait::Kind::requires_grad && (no_grad_ || mode == Mode::no_grad || !theirs.count(kRequiresNone)))
+    if (kind == Trait::Kind::requires_grad &&
+        (code_[0].no_grad || code_[1].no_grad || mode == Mode::no_grad || !theirs.count(kRequiresNone)))
       continue;
     for (const std::string& text : theirs)
       if (!ours->second.count(text))

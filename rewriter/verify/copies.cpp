@@ -37,7 +37,7 @@ Module& Verifier::runs_in(const Module& m, Mode mode, bool f64) {
 }
 
 Run Verifier::runner(Mode mode, bool input_grad) const {
-  return {options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_, unseen_writes_};
+  return {options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_, unseen_writes()};
 }
 
 Outcome Verifier::settle(Module& a, Run run, const std::vector<IValue>& inputs, int runs, const Outcome* settled) {
@@ -46,7 +46,8 @@ Outcome Verifier::settle(Module& a, Run run, const std::vector<IValue>& inputs, 
   Outcome out;
   for (int i = 0; i < runs; ++i) {
     out = run(a, inputs, options_.seed);
-    if (!out.error.empty() || (!code_.dropout && !draws(out, options_.seed)) || (settled && same_random(out, *settled)))
+    if (!out.error.empty() || (!code_[0].dropout && !draws(out, options_.seed)) ||
+        (settled && same_random(out, *settled)))
       break;
   }
   return out;

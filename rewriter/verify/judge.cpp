@@ -51,6 +51,8 @@ void Verifier::judge_given(Mode mode, const std::function<Outcome(Module&, const
   if (const auto text = exceeded(); !text.empty()) differs(text);
 }
 
+double Verifier::f64_limit() const { return std::max(kF64Limit, 4 * narrow_); }
+
 double Verifier::ratio(double a, double b) const {
   const double floor = rounding(epsilon_);
   if (std::isinf(a) && std::isinf(b)) return 1;
@@ -62,7 +64,7 @@ void Verifier::judge(Mode mode, const Start& at, bool f64, double f64_worst, con
   if (f64) {
     f64_worst_ = std::max(f64_worst_, f64_worst);
     compared_in_f64_ = true;
-    if (f64_worst > kF64Limit) {
+    if (f64_worst > f64_limit()) {
       // The spread knows nothing of a fault in one of several calls.
       const auto enough = [&](const Spread& s) {
         return s.second.worst() <= 2 * s.own.worst() && f64_worst <= kOneCall * s.worst.worst();
@@ -75,7 +77,7 @@ void Verifier::judge(Mode mode, const Start& at, bool f64, double f64_worst, con
                         in_mode(mode), f64_worst, s.worst.worst()));
       else
         differs(fmt::format("In float64 {} the models differ by {:.1e}, more than {:.0e}.", in_mode(mode), f64_worst,
-                            kF64Limit));
+                            f64_limit()));
     }
     double medians[3], most = 0;
     for (int q = 0; q < 3; ++q) {
@@ -113,7 +115,7 @@ void Verifier::judge(Mode mode, const Start& at, bool f64, double f64_worst, con
   };
   const auto found = unexplained(
       spread(mode, at, f64, false, worst_call.first, [&](const Spread& s) { return unexplained(s).empty(); }));
-  if (f64 && f64_worst <= kF64Limit && !found.empty() &&
+  if (f64 && f64_worst <= f64_limit() && !found.empty() &&
       std::all_of(found.begin(), found.end(), [](const Excess& e) { return e.one_call; }) &&
       unstable(mode, at, worst_call.first, worst))
     return note(fmt::format(

@@ -20,7 +20,7 @@ Spread Verifier::spread(Mode mode, const Start& at, bool f64, bool wide, int wor
   };
   Module reference = ready(a_, f64, true), a = ready(a_, wide, true), b = ready(b_, wide, false);
   std::optional<Module> last;  // its weights too in channels_last
-  const double e = wide ? std::numeric_limits<double>::epsilon() : epsilon_;
+  const double e = wide ? std::max(std::numeric_limits<double>::epsilon(), narrow_) : epsilon_;
   std::vector<Errors> mine, theirs;
   const auto result = [&] {
     const auto of = [](const std::vector<Errors>& all, double (*choose)(std::vector<double>)) {

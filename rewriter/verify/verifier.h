@@ -34,6 +34,7 @@ struct Code {
   bool dropout = false;  // it draws random numbers, or may do so from a later call on
   bool data = false;     // it reads .data, by which a parameter may be overwritten and no version count it
   bool no_grad = false;  // it turns grad mode on or off
+  double narrow = 0;     // the coarsest rounding that it has whatever the model's dtype: it casts to float32, say
 };
 
 // The inputs of a mode's calls, how they are run, and what the first of A's runs on them left behind.
@@ -80,6 +81,8 @@ class Verifier {
   void raises(const std::string& message);
   double elapsed() const { return seconds_since(started_); }
   double left() const { return limit_ - elapsed(); }
+  // A or B may overwrite a parameter and no version count it.
+  bool unseen_writes() const { return code_[0].data || code_[1].data; }
   int seeds() const { return options_.seeds > 0 ? options_.seeds : 5; }
   bool unhurried() const { return whole_ || options_.calls > 0; }
   void state();
@@ -88,7 +91,7 @@ class Verifier {
 
   // copies.cpp: what runs. Fresh copies have never run.
   // The model that a copy of it takes its parameters from when its state is put back; null where it has its own.
-  const Module* source(const Module& m) const { return unseen_writes_ ? nullptr : &m; }
+  const Module* source(const Module& m) const { return unseen_writes() ? nullptr : &m; }
   Module fresh(const Module& m, bool f64 = false);
   // A copy that has run, whose parameters are the model's.
   const Module* with_parameters(const Module& m, bool f64) const;
@@ -149,6 +152,8 @@ class Verifier {
                    const std::vector<IValue>& inputs, const Outcome& ra, const Errors& e);
   // B's error over A's; where both are rounding it is 1.
   double ratio(double a, double b) const;
+  // What A and B may differ by in float64.
+  double f64_limit() const;
   // `worst` of B's calls, and which that was, in its own dtype and in float64: against A in float64 where it runs
   // there, else against A.
   void judge(Mode mode, const Start& at, bool f64, double f64_worst, const Errors& worst,
@@ -177,11 +182,10 @@ class Verifier {
   const Module &a_, &b_;
   const std::vector<IValue>& inputs_;
   const VerifyOptions& options_;
-  const double epsilon_;
+  const Code code_[2];    // A's and B's
+  const double epsilon_;  // of the models' own dtype, or of what their code casts to
+  const double narrow_;   // of what their code casts to whatever the dtype, also in float64
   const std::string own_dtype_;
-  const Code code_;           // A's
-  const bool unseen_writes_;  // A or B may overwrite a parameter and no version count it
-  const bool no_grad_;        // A or B turns grad mode on or off
   const bool share_;
   const Clock::time_point started_;
   double limit_;                 // seconds for it all

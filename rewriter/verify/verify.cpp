@@ -14,6 +14,21 @@ static std::string ended(const std::string& text) {
   return text.empty() || std::string(".!?").find(text.back()) != std::string::npos ? text : fmt::format("{}.", text);
 }
 
+// Of what an operator on tensors casts to by a constant: x.float(), softmax(x, dtype=torch.float32); else 0.
+static double cast_epsilon(const torch::jit::Node& n) {
+  const c10::FunctionSchema* schema = n.maybeSchema();
+  if (!schema || n.inputs().empty() || !n.input(0)->type()->isSubtypeOf(*c10::TensorType::get())) return 0;
+  const auto& arguments = schema->arguments();
+  for (size_t i = 0; i < arguments.size() && i < n.inputs().size(); ++i) {
+    if (arguments[i].name() != "dtype") continue;
+    const auto dtype = torch::jit::toIValue(n.input(i));
+    if (!dtype || !dtype->isInt()) return 0;
+    const auto type = static_cast<at::ScalarType>(dtype->toInt());
+    return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 ? epsilon_of(type) : 0;
+  }
+  return 0;
+}
+
 static Code code_of(const Module& module, const std::string& method) {
   if (!module.find_method(method)) return {};
   Scopes scopes;
@@ -29,6 +44,7 @@ static Code code_of(const Module& module, const std::string& method) {
       code.longest = std::max(code.longest, ++counts[node->owningBlock()]);
     code.dropout |= std::string_view(node->kind().toUnqualString()).find("dropout") != std::string_view::npos;
     code.data |= std::string_view(node->kind().toUnqualString()) == "data";
+    code.narrow = std::max(code.narrow, cast_epsilon(*node));
     if (node->kind() == torch::jit::prim::CreateObject)
       code.no_grad |= node->output()->type()->annotation_str().find("grad_mode") != std::string::npos;
   }
@@ -58,12 +74,12 @@ Verifier::Verifier(const Module& a, const Module& b, const std::vector<IValue>& 
       b_(b),
       inputs_(inputs),
       options_(options),
-      epsilon_(std::max({epsilon_of(a, inputs), autocast_epsilon(a, options), autocast_epsilon(b, options)})),
+      code_{code_of(a, options.method), code_of(b, options.method)},
+      epsilon_(std::max({epsilon_of(a, inputs), autocast_epsilon(a, options), autocast_epsilon(b, options),
+                         code_[0].narrow, code_[1].narrow})),
+      narrow_(std::max(code_[0].narrow, code_[1].narrow)),
       own_dtype_(dtype_of_epsilon(epsilon_of(a, inputs))),
-      code_(code_of(a, options.method)),
-      unseen_writes_(code_.data || code_of(b, options.method).data),
-      no_grad_(code_.no_grad || code_of(b, options.method).no_grad),
-      share_(share && !unseen_writes_),
+      share_(share && !unseen_writes()),
       started_(Clock::now() -
                std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options.spent))),
       limit_(kMargin * options.seconds),
@@ -118,13 +134,18 @@ void Verifier::numbers() {
         !dtype.empty() && autocast_of(m == &a_ ? b_ : a_, options_.method).empty())
       note(fmt::format("The {} model's {} runs under autocast to {}; for the comparison the other's does too.",
                        m == &a_ ? "first" : "second", options_.method, dtype));
-  optimised_ = code_.longest <= kMostOperators;
+  optimised_ = code_[0].longest <= kMostOperators;
   const torch::jit::GraphOptimizerEnabledGuard guard(optimised_ && torch::jit::getGraphExecutorOptimize());
   if (!optimised_)
     note(
         fmt::format("TorchScript's optimiser was off, as it takes long for a block of {} operators; where the "
                     "random generator stands was not compared, as that depends on the optimiser.",
-                    code_.longest));
+                    code_[0].longest));
+  if (narrow_)
+    note(
+        fmt::format("The model casts to {} whatever its own dtype, so that in float64 too results may differ by that "
+                    "dtype's rounding.",
+                    dtype_of_epsilon(narrow_)));
   const FastDepthwise fast;
   for (auto mode : modes_) {
     calls(mode);

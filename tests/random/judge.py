@@ -129,12 +129,13 @@ def by_itself(o: Original, line: str) -> bool:
 
 
 def dropped(o: Original, call: int, reference: Record, line: str) -> bool:
-    """Whether the line is about a norm's statistics that the reference leaves as they were in a training call: TorchScript has dropped the norm, as nothing uses its result."""
+    """Whether the line is about a norm's statistics that the reference leaves as they were where eager PyTorch moves them: TorchScript has dropped the norm, as nothing uses its result, in this call or in one of two."""
     name = line.split(": ")[1].removeprefix("state ")
-    if not re.fullmatch(r".*running_(mean|var)", name) or not o.config["calls"][call][0]:
-        return False
     before = dict(zip(o.load().state_dict(), o.states[call]["tensors"]))
-    return torch.equal(before[name], reference[f"state {name}"])
+    statistics = re.fullmatch(r".*running_(mean|var)", name) or re.search(rf"(batch|instance)_norm\(.*self\.{re.escape(name.split('.')[-1])}\b", o.source)
+    if not statistics or name not in before or len(eager(o)) <= call:
+        return False
+    return torch.equal(before[name], reference[f"state {name}"]) and not torch.equal(before[name], eager(o)[call][f"state {name}"])
 
 
 def as_original(line: str, mine: List[str]) -> bool:
