@@ -428,6 +428,73 @@ def test_functional_calls_with_shared_memory():
         compare(*results)
 
 
+class Data(Net):
+    """.data of an activation, a parameter and the input is read, and given out."""
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.end(self.b(y)) * y.data.mean() + self.head.weight.data.abs().mean(), y.data, x.data.view(-1)
+
+
+class ClippedFirst(Net):
+    def forward(self, x):
+        self.a[1].weight.data.mul_(-0.9)
+        self.head.weight.data = torch.renorm(self.head.weight.data, 2, 0, 0.5)
+        return self.end(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("model, kinds", [(Data, "2 bn-act"), (ClippedFirst, "2 bn-act")], ids=["read", "overwritten first"])
+def test_data_is_read(model, kinds, caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(model())
+    assert kinds in caplog.text and "as it is:" not in caplog.text
+
+
+def overwrite_activation(model, y):
+    y.data.mul_(2)
+
+
+def overwrite_part_of_activation(model, y):
+    y.data[:, 0] = 0
+
+
+def overwrite_weights(model, y):
+    torch._foreach_mul_([model.a[1].weight.data, model.a[1].bias.data], -0.5)
+
+
+def exchange_weight(model, y):
+    model.a[1].weight.data = -model.a[1].weight.data
+
+
+@pytest.mark.parametrize("change", [overwrite_activation, overwrite_part_of_activation, overwrite_weights, exchange_weight], ids=lambda f: f.__name__)
+def test_data_that_is_overwritten_after_its_use_stays(change, caplog):
+    """Eager's backward reads what was written, and is not told."""
+    class Overwritten(Net):
+        def forward(self, x):
+            y = self.a(x)
+            z = self.b(y)
+            change(self, y)
+            return self.end(z)
+
+    check(Overwritten(), strict=False)
+    assert ".data" in caplog.text and "as it is" in caplog.text
+
+
+class AverageOfAll(nn.Module):
+    """The share of each batch is a number that Dynamo doesn't trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = conv_block(3, 8), nn.BatchNorm2d(8, momentum=None), conv_block(8, 8)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+def test_a_norm_without_momentum():
+    check(AverageOfAll())
+
+
 def test_module_compile_and_blocks_that_share_a_graph():
     class Block(nn.Module):
         def __init__(self):

@@ -15,9 +15,10 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ._error import Error
-from ._graph import State, build, describe
+from ._graph import DATA, State, build, describe
 from ._session import call_library, read_report, split_options
 
 log = logging.getLogger("tsmem")
@@ -40,18 +41,45 @@ def _inner(gm: fx.GraphModule) -> List[fx.Node]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """An operator on tensors and numbers, and no border of a block and no operator on functions."""
+    """An operator on tensors and numbers, and no border of a block, no operator on functions, and none of Dynamo's own functions."""
     if node.op == "call_function":
-        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint
+        own = (getattr(node.target, "__module__", None) or "").startswith("torch._dynamo.")
+        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint and not own
     return node.op == "call_method"
 
 
-def _transforms(gm: fx.GraphModule) -> Optional[str]:
-    """A function of torch.func that has left its own begin and end in the graph."""
+def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
+    return any(user < write for user in tensor.users if user.target is not DATA and _is_plain(user))
+
+
+def _stays(gm: fx.GraphModule) -> Optional[str]:
+    """Why all of the graph runs as it is: a function of torch.func has left its own begin and end in it, or `x.data = y` changes what
+    may be recomputed, which autograd is not told."""
     for node in _inner(gm):
         if node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or ""):
-            return getattr(node.target, "__name__", str(node.target))
+            return f"{getattr(node.target, '__name__', node.target)} of torch.func is in it"
+        if node.target is torch.Tensor.set_ and _used_before(node.args[0], node):
+            return "it gives a tensor other .data after having used it"
     return None
+
+
+def _refuse_written_data(aten: fx.GraphModule) -> None:
+    """What overwrites x.data after x was used changes what backward keeps of x, in eager code, but not what is recomputed."""
+    from_data: Dict[fx.Node, fx.Node] = {}
+    for node in _inner(aten):
+        if node.target is DATA:
+            from_data[node] = from_data.get(node.args[0], node.args[0])
+        elif isinstance(node.target, torch._ops.OpOverload):
+            given = {f.name: a for f, a in zip(node.target._schema.arguments, node.args)} | node.kwargs
+            for f in node.target._schema.arguments:
+                for x in pytree.tree_leaves(given.get(f.name)) if f.alias_info is not None else ():
+                    if not isinstance(x, fx.Node) or x not in from_data:
+                        continue
+                    from_data[node] = from_data[x]
+                    if f.alias_info.is_write and (from_data[x].op != "placeholder" or _used_before(from_data[x], node)):
+                        raise Error(f"{node.target._opname} overwrites a tensor's .data after it was used")
+        elif node.target is operator.getitem and node.args[0] in from_data:
+            from_data[node] = from_data[node.args[0]]
 
 
 def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
@@ -89,6 +117,16 @@ def _parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
     return [(name, child) for name, child in gm.named_children() if name.startswith("tsmem_")]
 
 
+class _Interpreter(fx.Interpreter):
+    """`.data` is no operator, and tracing would take its result for a constant. Traced as detach, it becomes `.data` again."""
+
+    def call_function(self, target: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        if target is not DATA:
+            return super().call_function(target, args, kwargs)
+        with fx.traceback.annotate({"tsmem": "data"}):
+            return args[0].detach()
+
+
 def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
     """The same graph in aten operators. It runs on Dynamo's own fake tensors: fresh ones would break its guards."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -96,7 +134,15 @@ def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
 
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     with mode or contextlib.nullcontext(), torch.enable_grad(), fx.traceback.preserve_node_meta():
-        return make_fx(lambda *a: fx.Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+        aten = make_fx(lambda *a: _Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    for node in _inner(aten):
+        if node.target is torch.ops.aten.detach.default and "tsmem" in node.meta.get("custom", {}):
+            node.target = DATA
+    for node in aten.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(aten, node.target, None), FakeTensor):
+            raise Error("a function in it makes a tensor by no operator of PyTorch's")
+    _refuse_written_data(aten)
+    return aten
 
 
 def _dotted(source: str) -> str:
@@ -233,14 +279,14 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", "request")
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
-    function = _transforms(gm)
+    reason = _stays(gm)
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
-    parts = [] if function else _parts(gm)
+    parts = [] if reason else _parts(gm)
     if "budget" in options and len(parts) > 1:
         raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
-    said = [f"{function} of torch.func is in it, so it runs as it is"] if function else []
-    failed: Optional[Exception] = Error(said[0], "request") if function else None
+    said = [f"{reason}, so it runs as it is"] if reason else []
+    failed: Optional[Exception] = Error(said[0], "request") if reason else None
     whole: Any = gm
     for name, child in parts:
         try:

@@ -24,6 +24,9 @@ _NUMBERS.update({f"torch.{name}": getattr(torch, name) for name in "sym_int sym_
 _NUMBER_NAMES = {function: name for name, function in _NUMBERS.items()}
 _SYMBOLS = ((bool, torch.SymBool, "sym_bool"), (int, torch.SymInt, "sym_int"), (float, torch.SymFloat, "sym_float"))
 
+# x.data: detach, whose result doesn't count as x where it is overwritten.
+DATA = torch._C._autograd._get_data_attr
+
 State = Dict[str, Tuple[str, torch.Tensor]]  # of a placeholder or get_attr node, by its name: path and tensor
 
 
@@ -107,6 +110,8 @@ def _nodes_in(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operation(node: fx.Node) -> Dict[str, Any]:
+    if node.target is DATA:
+        return {"target": "torch.ops.aten.detach.default", "inputs": [{"name": "self", "arg": _argument(node.args[0]), "kind": 1}], "outputs": [_value(node)]}
     if isinstance(node.target, torch._ops.OpOverload):
         formals = node.target._schema.arguments
         inputs = [{"name": f.name, "arg": _argument(a), "kind": 1} for f, a in zip(formals, node.args)]
@@ -217,7 +222,7 @@ def build(description: Dict[str, Any], gm: fx.GraphModule) -> fx.GraphModule:
             values[node.name] = graph.node_copy(node)
     for data in description["graph"]["nodes"]:
         names = _names(data["outputs"])
-        if not data["target"].startswith("torch.ops."):
+        if not data["target"].startswith("torch.ops.") or getattr(before.get(data["name"]), "target", None) is DATA:
             operands = iter([values[name] for a in data["inputs"] for name in _named(a["arg"])])
             values[names[0]] = graph.node_copy(before[data["name"]], lambda _: next(operands))
             continue
