@@ -411,6 +411,28 @@ def test_a_buffer_that_is_given_another_memory():
     check(OverwrittenBuffer(), after=move)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_that_can_not_be_rewritten_again(strict, monkeypatch, caplog):
+    import tsmem._dynamo as backend
+
+    real = backend.call_library
+    rewritten = []
+
+    def once(*arguments):
+        if rewritten:
+            raise tsmem.Error("not twice.")
+        rewritten.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(backend, "call_library", once)
+    if strict:
+        with pytest.raises(tsmem.Error, match="not twice"):
+            check(TwoNorms(), after=share_statistics, strict=True)
+    else:
+        check(TwoNorms(), after=share_statistics, strict=False)
+        assert "runs as it is: not twice." in caplog.text
+
+
 def test_functional_calls_with_shared_memory():
     model = TwoNorms().double()
     function = compiled(model)
@@ -426,6 +448,68 @@ def test_functional_calls_with_shared_memory():
             out = torch.func.functional_call(f, given, (x,))
             results.append([out, *given.values()])
         compare(*results)
+
+
+class Order(Twice):
+    """Between borders, what neither takes the other's result: writes and what reads before them, and draws."""
+
+    def half(self, x):
+        y = super().half(x)
+        z = (y + 1) - y
+        y.mul_(2)
+        return F.dropout(F.relu(y), 0.3, True) + F.dropout(z, 0.5, True)
+
+
+class NothingGoesOn(nn.Module):
+    """The part before the border has no result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.linear(Sine.apply(x))
+
+
+@pytest.mark.parametrize("border", ["function", "no_grad", "autocast"])
+def test_order_between_borders(border):
+    check(Order(border))
+
+
+def test_a_part_without_results():
+    check(NothingGoesOn())
+
+
+class StatisticsGiven(nn.Module):
+    """Adds a view of statistics that the second norm updates; as one operator with the first norm that would come after."""
+
+    def __init__(self, border=False):
+        super().__init__()
+        self.border, self.conv, self.a, self.b = border, nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x, shift):
+        if self.border:
+            shift = self.b.running_mean.view(3, 1, 1)
+            x = Sine.apply(x)
+        y = self.a(self.conv(x)) + shift
+        z = self.b(x)
+        return F.relu(z).sum() + F.relu(y)
+
+
+@pytest.mark.parametrize("shares", [(True,) * 4, (False, True, False, True)], ids=["always", "later"])
+@pytest.mark.parametrize("border", [False, True])
+@pytest.mark.parametrize("view", [lambda t: t.view(3, 1, 1), lambda t: t.data[:, None, None]], ids=["view", "data"])
+def test_an_argument_that_shares_memory_with_a_buffer(shares, border, view):
+    order = []
+
+    def call(f, x):
+        order.append(f)
+        shift = view(getattr(f, "_orig_mod", f).b.running_mean)
+        return f(x, shift if shares[order.count(f) - 1] else shift.clone())
+
+    check(StatisticsGiven(border), call=call)
 
 
 class Data(Net):

@@ -4,21 +4,21 @@ Each graph becomes one of aten operators (before autograd and autocast take them
 model is, and runs operator by operator as eager code does. What Python alone can run (autograd.Function, checkpoint,
 borders of no_grad and autocast blocks) stays as it is, and the graph on each side of it is rewritten for itself.
 
-make_fx, fuse_by_partitions and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
+make_fx, fuser_utils and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
 """
 import contextlib
 import json
 import logging
 import operator
 import re
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from ._error import Error
-from ._graph import DATA, State, build, describe
+from ._graph import DATA, State, build, describe, memory_of
 from ._session import call_library, read_report, split_options
 
 log = logging.getLogger("tsmem")
@@ -105,14 +105,20 @@ def _parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
     """The graphs to rewrite, with the names of those that became submodules of `gm`; None: `gm` itself."""
     if all(map(_is_plain, _inner(gm))):
         return [(None, gm)]
-    from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+    from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
     for node in _inner(gm):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = _checkpoint
     for node in gm.graph.nodes:
         node.meta.setdefault("val", node.meta.get("example_value"))
-    fuse_by_partitions(gm, [dict.fromkeys(run) for run in _runs(gm)], prefix="tsmem_")
+    # Not by fuse_by_partitions, which sorts (torch 2.11): writes and draws have an order that no argument shows.
+    for i, run in enumerate(_runs(gm)):
+        part, inputs, outputs = fuse_as_graphmodule(gm, run, f"tsmem_{i}")
+        if outputs:
+            insert_subgm(gm, part, inputs, outputs)
+            erase_nodes(gm, run)
+    gm.graph.lint()
     gm.recompile()
     return [(name, child) for name, child in gm.named_children() if name.startswith("tsmem_")]
 
@@ -169,8 +175,8 @@ class _Input:
         self.is_state = isinstance(example, torch.nn.Parameter) or isinstance(example, torch.Tensor) and own
 
 
-def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any]) -> State:
-    """Parameters, buffers and constants, each under a path of its own; `values` are those of the inputs."""
+def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any], shared: Sequence[bool]) -> State:
+    """Parameters, buffers, what shares memory with them, and constants, each under a path of its own; `values` are those of the inputs."""
     state: State = {}
     taken = set()
 
@@ -181,9 +187,9 @@ def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[
         taken.add(path)
         state[node.name] = (path, tensor)
 
-    for node, given, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values):
-        if given is not None and given.is_state:
-            add(node, given.path, value)
+    for node, given, value, is_shared in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values, shared):
+        if is_shared:
+            add(node, given.path if given is not None else node.name, value)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
             add(node, node.name, getattr(gm, node.target))
@@ -206,17 +212,18 @@ def _drop_asserts(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _memory(tensors: Iterable[torch.Tensor]) -> Tuple[int, ...]:
-    """Which of them share memory: those have the same number."""
+def _memory(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
+    """Which parameters and buffers share memory: those have the same number. So have other inputs that share theirs; all else has -1."""
     numbers: Dict[int, int] = {}
-    return tuple(numbers.setdefault(t.untyped_storage().data_ptr() or id(t), len(numbers)) for t in tensors)
+    state = [numbers.setdefault(memory_of(values[i]), len(numbers)) for i in state_at]
+    return (*state, *(numbers.get(memory_of(v), -1) if isinstance(v, torch.Tensor) else -1 for v in values))
 
 
 class _Rewritten(torch.nn.Module):
-    """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory. Dynamo
-    guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
+    """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory, with one another
+    and with other inputs. Dynamo guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
 
-    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, options: Dict[str, Any]):
+    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, strict: bool, options: Dict[str, Any]):
         super().__init__()
         placeholders = [n for n in original.graph.nodes if n.op == "placeholder"]
         self.known = [inputs.get(n.name) for n in placeholders]
@@ -227,33 +234,47 @@ class _Rewritten(torch.nn.Module):
         _drop_asserts(self.aten)
         if not casts_stay:
             _drop_casts(self.aten)
-        self.options = options
+        self.options, self.strict = options, strict
         self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
         examples = [None if k is None else k.example for k in self.known]
-        self.graphs[self.memory(examples)], self.report = self.rewritten(examples)
+        memory = _memory(examples, self.state_at)
+        self.graphs[memory], self.report = self.rewritten(examples, memory)
 
-    def memory(self, values: Sequence[Any]) -> Tuple[int, ...]:
-        return _memory([values[i] for i in self.state_at])
-
-    def rewritten(self, values: Sequence[Any]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
-        state = _state(self.aten, self.known, values)
+    def rewritten(self, values: Sequence[Any], memory: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
+        shared = [number >= 0 for number in memory[len(self.state_at):]]
+        state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
         examples = None
         if {"budget", "fit"} & self.options.keys():
-            examples = tuple(v for v, k in zip(values, self.known) if k is not None and not k.is_state)
+            examples = tuple(v for v, s in zip(values, shared) if not s)
         report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(self.options)[1]))
         new = report.pop("graph_module")
         new["original"] = description["graph"]
         return build(new, self.aten).forward, report
 
     def forward(self, *values: Any) -> Any:
-        memory = self.memory(values)
+        memory = _memory(values, self.state_at)
         run = self.graphs.get(memory)
         if run is None:
-            log.info("tsmem: parameters or buffers share memory otherwise than before, so their graph is rewritten again")
-            run = self.graphs[memory] = self.rewritten(values)[0]
+            run = self.graphs[memory] = self.rewritten_again(values, memory)
         return run(*values)
+
+    def rewritten_again(self, values: Sequence[Any], memory: Tuple[int, ...]) -> Callable[..., Any]:
+        why = "tsmem: parameters or buffers share memory otherwise than before, so their graph"
+        try:
+            run = self.rewritten(values, memory)[0]
+        except Exception as error:  # noqa: BLE001  (it runs as it did)
+            if self.strict:
+                raise Error(f"a graph can't be rewritten: {_sentence(error)}", getattr(error, "kind", "input")) from error
+            log.warning("%s runs as it is: %s", why, _sentence(error))
+            return self.aten.forward
+        log.info("%s is rewritten again", why)
+        return run
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _said(report: Dict[str, Any]) -> str:
@@ -290,12 +311,12 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     whole: Any = gm
     for name, child in parts:
         try:
-            new = _Rewritten(child, inputs, casts_stay, options)
+            new = _Rewritten(child, inputs, casts_stay, strict, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
             if isinstance(error, Error) and error.kind in ("request", "budget"):
                 raise
             failed = error
-            said.append(f"runs as it is: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            said.append(f"runs as it is: {_sentence(error)}")
             continue
         said.append(_said(new.report))
         if name is None:

@@ -30,6 +30,14 @@ DATA = torch._C._autograd._get_data_attr
 State = Dict[str, Tuple[str, torch.Tensor]]  # of a placeholder or get_attr node, by its name: path and tensor
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory; a tensor without memory shares none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that wrap others
+        return id(tensor)
+
+
 class _NoData(Exception):
     """A node that only Python can run."""
 
@@ -142,9 +150,8 @@ def describe(gm: fx.GraphModule, state: State, path_of: Callable[[fx.Node], str]
                 path, tensor = state[node.name]
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 specs.append({kind: {"arg": {"name": node.name}, f"{kind}_name": path}})
-                pointer = tensor.untyped_storage().data_ptr() or id(tensor)
                 about[path] = {"dtype": _DTYPES.get(tensor.dtype, 0), "requires_grad": tensor.requires_grad,
-                               "storage": storages.setdefault(pointer, len(storages)), "position": len(about)}
+                               "storage": storages.setdefault(memory_of(tensor), len(storages)), "position": len(about)}
             else:
                 specs.append({"user_input": {"arg": _value(node)}})
             graph["inputs"].append(_value(node))
