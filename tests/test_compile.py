@@ -1,5 +1,6 @@
 """torch.compile(backend="tsmem"): eager models against themselves, in float64, over several calls."""
 import copy
+import functools
 import logging
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allocator
 import tsmem
@@ -57,6 +58,17 @@ class CastInAutocast(Net):
 class Checkpoint(Net):
     def forward(self, x):
         return self.end(self.b(checkpoint(self.a, x, use_reentrant=False)))
+
+
+class CheckpointReentrant(Net):
+    def forward(self, x):
+        return self.end(checkpoint(self.b, self.a(x), use_reentrant=True))
+
+
+class CheckpointSelective(Net):
+    def forward(self, x):
+        keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+        return self.end(self.b(checkpoint(self.a[:2], x, use_reentrant=False, context_fn=keeps)))
 
 
 class Aliases(Net):
@@ -257,7 +269,7 @@ def saved_bytes(model, function, x):
     return allocator.memory(function, [x], warmup=2).saved
 
 
-MODELS = [Net, NoGrad, Checkpoint, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
+MODELS = [Net, NoGrad, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)

@@ -583,6 +583,20 @@ def test_tied_weights_stay_tied(archive, tmp_path):
     assert module.head.weight.data_ptr() == module.words.weight.data_ptr()
 
 
+def test_a_tied_weight_of_a_program_stays_one_parameter(tsmem):
+    model, example = eager("decoder")
+    tokens = example()
+    program = export(model, tokens)
+    grads = []
+    for p in (program, tsmem.rewrite(program)):
+        module = p.module()
+        torch.manual_seed(0)
+        module(tokens).square().sum().backward()
+        assert dict(module.named_parameters()).keys() == dict(model.named_parameters()).keys()
+        grads.append(dict(module.named_parameters())["words.weight"].grad)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
 def with_records(path, new, change):
     """A copy of the archive in which `change` has had its way with the records, by their names below the root."""
     with zipfile.ZipFile(path) as old:

@@ -32,8 +32,12 @@ def _checkpoint(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What torch.utils.checkpoint has put into the graph as an operator; run by itself, that operator checkpoints nothing."""
     from torch.utils.checkpoint import checkpoint
 
+    if (context := getattr(body, "meta", {}).get("_checkpoint_context_fn")) is not None:
+        kwargs = {**kwargs, "context_fn": context}
+    if kwargs.get("use_reentrant"):  # needs all tensors as arguments, and runs all of the body again
+        kwargs = {**kwargs, "early_stop": False}
     # As arguments, buffers that it changes would be refused.
-    return checkpoint(lambda: body(*args), **{"use_reentrant": False, **kwargs})
+    return checkpoint(lambda: body(*args), **{**kwargs, "use_reentrant": False})
 
 
 def _inner(gm: fx.GraphModule) -> List[fx.Node]:

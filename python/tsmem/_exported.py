@@ -1,7 +1,7 @@
 """Programs of torch.export, handed over as the archives that torch.export.save writes."""
 import ctypes
 import io
-from typing import Callable, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 
@@ -19,4 +19,14 @@ def rewritten_program(
         raise Error(f"torch.export.save can't save the program: {str(error).splitlines()[0]}") from error
     new, report = rewrite(torch.frombuffer(archive.getbuffer(), dtype=torch.uint8))
     check(report)
-    return torch.export.load(io.BytesIO(ctypes.string_at(new.data_ptr(), new.numel())))
+    rewritten = torch.export.load(io.BytesIO(ctypes.string_at(new.data_ptr(), new.numel())))
+    _tie(rewritten.state_dict, program.state_dict)
+    _tie(rewritten.constants, program.constants)
+    return rewritten
+
+
+def _tie(new: Dict[str, Any], old: Dict[str, Any]) -> None:
+    """What is one tensor under several names stays one: torch.export.load makes several, which share memory, and get a gradient each."""
+    first: Dict[int, str] = {}
+    for name, value in old.items():
+        new[name] = new[first.setdefault(id(value), name)]
