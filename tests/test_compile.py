@@ -342,6 +342,18 @@ def test_training_flags_and_frozen_parts_change():
     check(Net(), calls=4, after=after)
 
 
+@pytest.mark.parametrize("options", [{}, {"budget": "115%"}], ids=["regions", "budget"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around(options, reentrant):
+    """Its hooks see what the model saves, and nothing that compiling does."""
+    check(Net(), call=lambda f, x: checkpoint(f, x, use_reentrant=reentrant), **options)
+
+
+def test_a_budget_with_a_checkpoint_inside_is_refused():
+    with pytest.raises(Exception, match="a budget is for a graph as a whole"):
+        compiled(Checkpoint(), budget="115%", strict=False)(SMALL)
+
+
 def test_no_grad_and_inference_calls():
     model = Net().double().eval()
     function = compiled(model)

@@ -4,14 +4,14 @@ Each graph becomes one of aten operators (before autograd and autocast take them
 model is, and runs operator by operator as eager code does. What Python alone can run (autograd.Function, checkpoint,
 borders of no_grad and autocast blocks) stays as it is, and the graph on each side of it is rewritten for itself.
 
-make_fx, fuser_utils and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
+make_fx, fuser_utils, the switch of saved-tensor hooks and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
 """
 import contextlib
 import json
 import logging
 import operator
 import re
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import fx
@@ -143,7 +143,7 @@ def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
-    with mode or contextlib.nullcontext(), torch.enable_grad(), fx.traceback.preserve_node_meta():
+    with mode or contextlib.nullcontext(), torch.enable_grad(), _no_hooks(), fx.traceback.preserve_node_meta():
         aten = make_fx(lambda *a: _Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     for node in _inner(aten):
         if node.target is torch.ops.aten.detach.default and "tsmem" in node.meta.get("custom", {}):
@@ -223,6 +223,11 @@ def _memory(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
     return (*state, *(numbers.get(memory_of(v), -1) if isinstance(v, torch.Tensor) else -1 for v in values))
 
 
+def _no_hooks() -> ContextManager[None]:
+    """The caller's saved-tensor hooks are for what runs, and not for what is traced or measured: torch.utils.checkpoint counts."""
+    return torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing()
+
+
 class _Rewritten(torch.nn.Module):
     """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory, with one another
     and with other inputs. Dynamo guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
@@ -252,7 +257,9 @@ class _Rewritten(torch.nn.Module):
         examples = None
         if {"budget", "fit"} & self.options.keys():
             examples = tuple(v for v, s in zip(values, shared) if not s)
-        report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(self.options)[1]))
+        tensors = [t for _, t in state.values()]
+        with _no_hooks():
+            report = read_report(call_library("rewrite_graph", json.dumps(description), tensors, examples, split_options(self.options)[1]))
         new = report.pop("graph_module")
         new["original"] = description["graph"]
         return build(new, self.aten).forward, report
@@ -308,7 +315,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
     parts = [] if reason else _parts(gm)
-    if "budget" in options and len(parts) > 1:
+    if {"budget", "fit"} & options.keys() and any(name is not None for name, _ in parts):
         raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
     said = [f"{reason}, so it runs as it is"] if reason else []
     failed: Optional[Exception] = Error(said[0], "request") if reason else None
