@@ -506,6 +506,36 @@ def test_a_part_without_results():
     check(NothingGoesOn())
 
 
+class OverwrittenElsewhere(Net):
+    """What an activation is computed from changes on the other side of a border; eager keeps the sum."""
+
+    def __init__(self, border):
+        super().__init__()
+        self.border = border
+        self.register_buffer("shift", torch.ones(8, 1, 1))
+
+    def update(self, y):
+        self.shift.copy_(0.5 * self.shift + y.detach().mean((0, 2, 3))[:, None, None])
+        return y
+
+    def forward(self, x):
+        y = F.gelu(self.a(x) + self.shift)
+        z = y + 1
+        if self.border == "no_grad":
+            with torch.no_grad():
+                self.update(y)
+                self.shift.view(-1).mul_(0.9)
+        else:
+            y = checkpoint(self.update, y, use_reentrant=False)
+        return self.end(self.b(F.gelu(z + y)))
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["one", "two_before_backward"])
+@pytest.mark.parametrize("border", ["no_grad", "checkpoint"])
+def test_buffers_that_another_part_overwrites(border, calls):
+    check(OverwrittenElsewhere(border), call=lambda f, x: sum(f(x * (i + 1)) for i in range(calls)))
+
+
 class StatisticsGiven(nn.Module):
     """Adds a view of statistics that the second norm updates; as one operator with the first norm that would come after."""
 

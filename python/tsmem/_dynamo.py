@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ._error import Error
 from ._graph import DATA, State, build, describe, memory_of
 from ._session import call_library, read_report, split_options
+from ._writes import Writes, memory
 
 log = logging.getLogger("tsmem")
 
@@ -116,9 +117,14 @@ def _parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
             node.target = _checkpoint
     for node in gm.graph.nodes:
         node.meta.setdefault("val", node.meta.get("example_value"))
+    runs = _runs(gm)
+    writes = Writes(_inner(gm))
+    overwritten = [(writes.outside(run, ever=True), writes.outside(run, ever=False)) for run in runs]
     # Not by fuse_by_partitions, which sorts (torch 2.11): writes and draws have an order that no argument shows.
-    for i, run in enumerate(_runs(gm)):
+    for i, (run, (ever, later)) in enumerate(zip(runs, overwritten)):
         part, inputs, outputs = fuse_as_graphmodule(gm, run, f"tsmem_{i}")
+        part.overwritten_inputs = [not memory(n).isdisjoint(ever if n.op == "placeholder" else later) for n in inputs]
+        part.overwritten_outputs = [not memory(n).isdisjoint(later) for n in outputs]
         if outputs:
             insert_subgm(gm, part, inputs, outputs)
             erase_nodes(gm, run)
@@ -216,11 +222,21 @@ def _drop_asserts(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _memory(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
+def _sharing(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
     """Which parameters and buffers share memory: those have the same number. So have other inputs that share theirs; all else has -1."""
     numbers: Dict[int, int] = {}
     state = [numbers.setdefault(memory_of(values[i]), len(numbers)) for i in state_at]
     return (*state, *(numbers.get(memory_of(v), -1) if isinstance(v, torch.Tensor) else -1 for v in values))
+
+
+def _note_overwritten(aten: fx.GraphModule, part: fx.GraphModule) -> None:
+    """Tells `describe` what the rest of the graph overwrites."""
+    inputs = [n for n in aten.graph.nodes if n.op == "placeholder"]
+    outputs = pytree.tree_leaves(aten.graph.output_node().args)
+    for nodes, written in ((inputs, getattr(part, "overwritten_inputs", [])), (outputs, getattr(part, "overwritten_outputs", []))):
+        for node, is_written in zip(nodes, written):
+            if is_written and isinstance(node, fx.Node):
+                node.meta["overwritten"] = True
 
 
 def _no_hooks() -> ContextManager[None]:
@@ -240,6 +256,7 @@ class _Rewritten(torch.nn.Module):
         self.aten = _aten_graph(original, fakes)
         for node, fake in zip((n for n in self.aten.graph.nodes if n.op == "placeholder"), fakes):
             node.meta["val"] = fake
+        _note_overwritten(self.aten, original)
         _drop_asserts(self.aten)
         if not casts_stay:
             _drop_casts(self.aten)
@@ -247,11 +264,11 @@ class _Rewritten(torch.nn.Module):
         self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
         examples = [None if k is None else k.example for k in self.known]
-        memory = _memory(examples, self.state_at)
-        self.graphs[memory], self.report = self.rewritten(examples, memory)
+        sharing = _sharing(examples, self.state_at)
+        self.graphs[sharing], self.report = self.rewritten(examples, sharing)
 
-    def rewritten(self, values: Sequence[Any], memory: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
-        shared = [number >= 0 for number in memory[len(self.state_at):]]
+    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
+        shared = [number >= 0 for number in sharing[len(self.state_at):]]
         state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
         examples = None
@@ -265,16 +282,16 @@ class _Rewritten(torch.nn.Module):
         return build(new, self.aten).forward, report
 
     def forward(self, *values: Any) -> Any:
-        memory = _memory(values, self.state_at)
-        run = self.graphs.get(memory)
+        sharing = _sharing(values, self.state_at)
+        run = self.graphs.get(sharing)
         if run is None:
-            run = self.graphs[memory] = self.rewritten_again(values, memory)
+            run = self.graphs[sharing] = self.rewritten_again(values, sharing)
         return run(*values)
 
-    def rewritten_again(self, values: Sequence[Any], memory: Tuple[int, ...]) -> Callable[..., Any]:
+    def rewritten_again(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
         why = "tsmem: parameters or buffers share memory otherwise than before, so their graph"
         try:
-            run = self.rewritten(values, memory)[0]
+            run = self.rewritten(values, sharing)[0]
         except Exception as error:  # noqa: BLE001  (it runs as it did)
             if self.strict:
                 raise Error(f"a graph can't be rewritten: {_sentence(error)}", getattr(error, "kind", "input")) from error

@@ -38,6 +38,9 @@ def memory_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+_ELSEWHERE = "tsmem_overwritten_elsewhere_"  # names a write that stands in the description alone, at its end
+
+
 class _NoData(Exception):
     """A node that only Python can run."""
 
@@ -166,6 +169,10 @@ def describe(gm: fx.GraphModule, state: State, path_of: Callable[[fx.Node], str]
             data["metadata"] = {"nn_module_stack": f",{path},"} if path else {}
             data["name"] = node.name
             graph["nodes"].append(data)
+    for node in [n for n in gm.graph.nodes if n.meta.get("overwritten")]:
+        name = f"{_ELSEWHERE}{node.name}"
+        graph["nodes"].append({"target": "torch.ops.aten.zero_.default", "inputs": [{"name": "self", "arg": _value(node), "kind": 1}],
+                               "outputs": [{"as_tensor": {"name": name}}], "metadata": {"nn_module_stack": ",elsewhere,"}, "name": name})
     return {"graph": graph, "signature": {"input_specs": specs, "output_specs": []}, "state": about}
 
 
@@ -223,11 +230,13 @@ def build(description: Dict[str, Any], gm: fx.GraphModule) -> fx.GraphModule:
     """The described graph, with the inputs, the structure of the results, and what Python alone can run, of `gm`."""
     graph, values = fx.Graph(), {}
     before = {node.name: node for node in gm.graph.nodes}
-    made_by = {name: before[data["name"]] for data in description["original"]["nodes"] for name in _names(data["outputs"])}
+    made_by = {name: before[data["name"]] for data in description["original"]["nodes"] if data["name"] in before for name in _names(data["outputs"])}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             values[node.name] = graph.node_copy(node)
     for data in description["graph"]["nodes"]:
+        if data["name"].startswith(_ELSEWHERE):
+            continue
         names = _names(data["outputs"])
         if not data["target"].startswith("torch.ops.") or getattr(before.get(data["name"]), "target", None) is DATA:
             operands = iter([values[name] for a in data["inputs"] for name in _named(a["arg"])])
