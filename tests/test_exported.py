@@ -597,6 +597,17 @@ def test_a_tied_weight_of_a_program_stays_one_parameter(tsmem):
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
+def test_a_program_without_values_is_refused(tsmem):
+    class Data(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return y * y.data.mean()
+
+    program = export(Data(), torch.randn(3), strict=True)
+    with pytest.raises(tsmem.Error, match="has no values"):
+        tsmem.rewrite(program)
+
+
 def with_records(path, new, change):
     """A copy of the archive in which `change` has had its way with the records, by their names below the root."""
     with zipfile.ZipFile(path) as old:

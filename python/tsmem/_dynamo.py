@@ -223,10 +223,12 @@ def _drop_asserts(gm: fx.GraphModule) -> None:
 
 
 def _sharing(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
-    """Which parameters and buffers share memory: those have the same number. So have other inputs that share theirs; all else has -1."""
-    numbers: Dict[int, int] = {}
-    state = [numbers.setdefault(memory_of(values[i]), len(numbers)) for i in state_at]
-    return (*state, *(numbers.get(memory_of(v), -1) if isinstance(v, torch.Tensor) else -1 for v in values))
+    """Which parameters and buffers share memory, and which other inputs with them: those have the same number. All else has -1."""
+    at = [memory_of(v) if isinstance(v, torch.Tensor) else None for v in values]
+    numbers: Dict[Any, int] = {}
+    for i in state_at:
+        numbers.setdefault(at[i], len(numbers))
+    return tuple(numbers.get(place, -1) for place in at)
 
 
 def _note_overwritten(aten: fx.GraphModule, part: fx.GraphModule) -> None:
@@ -268,7 +270,7 @@ class _Rewritten(torch.nn.Module):
         self.graphs[sharing], self.report = self.rewritten(examples, sharing)
 
     def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
-        shared = [number >= 0 for number in sharing[len(self.state_at):]]
+        shared = [number >= 0 for number in sharing]
         state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
         examples = None

@@ -12,6 +12,7 @@ def rewritten_program(
     program: torch.export.ExportedProgram, rewrite: Callable[[torch.Tensor], Tuple[torch.Tensor, str]], check: Callable[[str], object]
 ) -> torch.export.ExportedProgram:
     """`rewrite` takes an archive's bytes and returns new ones with a report, which `check` raises as an error where it is one."""
+    _refuse_without_values(program)
     archive = io.BytesIO()
     try:
         torch.export.save(program, archive)
@@ -23,6 +24,14 @@ def rewritten_program(
     _tie(rewritten.state_dict, program.state_dict)
     _tie(rewritten.constants, program.constants)
     return rewritten
+
+
+def _refuse_without_values(program: torch.export.ExportedProgram) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for name, value in {**program.state_dict, **program.constants}.items():
+        if isinstance(value, FakeTensor):
+            raise Error(f"'{name}' of the program has no values: torch.export can't trace what made it (.data, say, where detach() would do), or ran on fake weights.")
 
 
 def _tie(new: Dict[str, Any], old: Dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def memory(node: fx.Node) -> Set[int]:
     value = node.meta.get("example_value", node.meta.get("val"))
     try:
         return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
-    except NotImplementedError:  # sparse
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that wrap others
         return set()
 
 
