@@ -536,6 +536,19 @@ def test_buffers_that_another_part_overwrites(border, calls):
     check(OverwrittenElsewhere(border), call=lambda f, x: sum(f(x * (i + 1)) for i in range(calls)))
 
 
+class OverwrittenByDropout(Net):
+    def forward(self, x):
+        y = self.a(x) + 1
+        z = F.gelu(y + 1)
+        with torch.no_grad():
+            F.dropout(y, 0.5, True, True)
+        return self.end(self.b(z))
+
+
+def test_an_activation_that_another_part_overwrites():
+    check(OverwrittenByDropout())
+
+
 class StatisticsGiven(nn.Module):
     """Adds a view of statistics that the second norm updates; as one operator with the first norm that would come after."""
 

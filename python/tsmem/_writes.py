@@ -1,4 +1,5 @@
 """What a part of Dynamo's graph has in common with what the rest of the graph overwrites: it must not be read again in backward."""
+import inspect
 import re
 from typing import Any, Iterable, Iterator, List, Set
 
@@ -18,10 +19,27 @@ def _body(node: fx.Node) -> Any:
     return getattr(node.graph.owning_module, node.target, None) if node.op == "get_attr" else None
 
 
+def name_of(node: fx.Node) -> str:
+    """A function's or method's name, without an overload's."""
+    return (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).split(".")[0]
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if _IN_PLACE.fullmatch(name_of(node)):
+        return True
+    if inspect.isfunction(node.target):  # of torch.nn.functional
+        try:
+            return bool(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
+        except (TypeError, ValueError):
+            pass
+    return bool(node.kwargs.get("inplace"))
+
+
 def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that a node overwrites, by its name: it is Python's as yet, and has no schema."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op in ("call_function", "call_method") and (_IN_PLACE.fullmatch(name) or node.kwargs.get("inplace")):
+    if _is_in_place(node):
         yield from _nodes(node.args[:1])
     yield from _nodes(node.kwargs.get("out"))
     given = _nodes(node.args)
