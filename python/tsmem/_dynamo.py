@@ -178,7 +178,7 @@ class _Input:
 
     def __init__(self, node: fx.Node, example: Any):
         self.fake = node.meta.get("example_value", example)
-        self.example = example
+        self.example = example.node.hint if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)) else example
         source = getattr(node.meta.get("grapharg"), "source", None)
         name = getattr(source, "name", "")
         self.path = _dotted(name() if callable(name) else name)
