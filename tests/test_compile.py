@@ -626,6 +626,17 @@ def test_data_that_is_overwritten_after_its_use_stays(change, caplog):
     assert ".data" in caplog.text and "as it is" in caplog.text
 
 
+class Constant(Net):
+    def forward(self, x):
+        return self.end(self.b(self.a(x) * torch.tensor([[[1.0]], [[2.0]]] * 4, dtype=x.dtype)))
+
+
+def test_a_constant_made_in_forward(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Constant())
+    assert "1 bn-act-mul" in caplog.text and "detach_" not in caplog.text
+
+
 class AverageOfAll(nn.Module):
     """The share of each batch is a number that Dynamo doesn't trace."""
 

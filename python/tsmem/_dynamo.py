@@ -217,9 +217,13 @@ def _drop_casts(gm: fx.GraphModule) -> None:
                 gm.graph.erase_node(node)
 
 
-def _drop_asserts(gm: fx.GraphModule) -> None:
+def _drop_what_does_nothing(gm: fx.GraphModule) -> None:
+    """Asserts, and what tracing does to a copy of torch.tensor([...]): to the patterns it is a write."""
     for node in _inner(gm):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            gm.graph.erase_node(node)
+        elif node.target is torch.ops.aten.detach_.default and node.args[0].target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 
 
@@ -260,7 +264,7 @@ class _Rewritten(torch.nn.Module):
         for node, fake in zip((n for n in self.aten.graph.nodes if n.op == "placeholder"), fakes):
             node.meta["val"] = fake
         _note_overwritten(self.aten, original)
-        _drop_asserts(self.aten)
+        _drop_what_does_nothing(self.aten)
         if not casts_stay:
             _drop_casts(self.aten)
         self.options, self.strict = options, strict
