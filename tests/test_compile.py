@@ -628,7 +628,7 @@ def test_data_that_is_overwritten_after_its_use_stays(change, caplog):
 
 class Constant(Net):
     def forward(self, x):
-        return self.end(self.b(self.a(x) * torch.tensor([[[1.0]], [[2.0]]] * 4, dtype=x.dtype)))
+        return self.end(self.b(self.a(x) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype).view(8, 1, 1)))
 
 
 def test_a_constant_made_in_forward(caplog):

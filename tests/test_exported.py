@@ -608,6 +608,23 @@ def test_a_program_without_values_is_refused(tsmem):
         tsmem.rewrite(program)
 
 
+def test_a_program_that_torch_can_not_load_again(tsmem):
+    """A block without results is saved, and then refused by torch.export.load."""
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            y = x * 2
+            with torch.no_grad():
+                self.calls.add_(1)
+            return x + y
+
+    with pytest.raises(tsmem.Error, match="can't load the program once it is saved"):
+        tsmem.rewrite(export(Block(), torch.randn(3)))
+
+
 def with_records(path, new, change):
     """A copy of the archive in which `change` has had its way with the records, by their names below the root."""
     with zipfile.ZipFile(path) as old:

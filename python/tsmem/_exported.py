@@ -20,7 +20,10 @@ def rewritten_program(
         raise Error(f"torch.export.save can't save the program: {str(error).splitlines()[0]}") from error
     new, report = rewrite(torch.frombuffer(archive.getbuffer(), dtype=torch.uint8))
     check(report)
-    rewritten = torch.export.load(io.BytesIO(ctypes.string_at(new.data_ptr(), new.numel())))
+    try:
+        rewritten = torch.export.load(io.BytesIO(ctypes.string_at(new.data_ptr(), new.numel())))
+    except Exception as error:
+        raise Error(f"torch.export.load can't load the program once it is saved: {str(error).splitlines()[0]}") from error
     _tie(rewritten.state_dict, program.state_dict)
     _tie(rewritten.constants, program.constants)
     return rewritten
