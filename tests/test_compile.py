@@ -1,5 +1,6 @@
 """torch.compile(backend="tsmem"): eager models against themselves, in float64, over several calls."""
 import copy
+import functools
 import logging
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allocator
 import tsmem
@@ -57,6 +58,17 @@ class CastInAutocast(Net):
 class Checkpoint(Net):
     def forward(self, x):
         return self.end(self.b(checkpoint(self.a, x, use_reentrant=False)))
+
+
+class CheckpointReentrant(Net):
+    def forward(self, x):
+        return self.end(checkpoint(self.b, self.a(x), use_reentrant=True))
+
+
+class CheckpointSelective(Net):
+    def forward(self, x):
+        keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+        return self.end(self.b(checkpoint(self.a[:2], x, use_reentrant=False, context_fn=keeps)))
 
 
 class Aliases(Net):
@@ -257,7 +269,7 @@ def saved_bytes(model, function, x):
     return allocator.memory(function, [x], warmup=2).saved
 
 
-MODELS = [Net, NoGrad, Checkpoint, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
+MODELS = [Net, NoGrad, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
@@ -328,6 +340,23 @@ def test_training_flags_and_frozen_parts_change():
         model.a[0].weight.requires_grad_(call < 2)
 
     check(Net(), calls=4, after=after)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "115%"}], ids=["regions", "budget"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around(options, reentrant):
+    """Its hooks see what the model saves, and nothing that compiling does."""
+    check(Net(), call=lambda f, x: checkpoint(f, x, use_reentrant=reentrant), **options)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_budget_with_dynamic_shapes(dynamic):
+    check(Net(), [SMALL, torch.randn(5, 3, 12, 12)], budget="115%", dynamic=dynamic)
+
+
+def test_a_budget_with_a_checkpoint_inside_is_refused():
+    with pytest.raises(Exception, match="a budget is for a graph as a whole"):
+        compiled(Checkpoint(), budget="115%", strict=False)(SMALL)
 
 
 def test_no_grad_and_inference_calls():
@@ -411,6 +440,28 @@ def test_a_buffer_that_is_given_another_memory():
     check(OverwrittenBuffer(), after=move)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_that_can_not_be_rewritten_again(strict, monkeypatch, caplog):
+    import tsmem._dynamo as backend
+
+    real = backend.call_library
+    rewritten = []
+
+    def once(*arguments):
+        if rewritten:
+            raise tsmem.Error("not twice.")
+        rewritten.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(backend, "call_library", once)
+    if strict:
+        with pytest.raises(tsmem.Error, match="not twice"):
+            check(TwoNorms(), after=share_statistics, strict=True)
+    else:
+        check(TwoNorms(), after=share_statistics, strict=False)
+        assert "runs as it is: not twice." in caplog.text
+
+
 def test_functional_calls_with_shared_memory():
     model = TwoNorms().double()
     function = compiled(model)
@@ -426,6 +477,179 @@ def test_functional_calls_with_shared_memory():
             out = torch.func.functional_call(f, given, (x,))
             results.append([out, *given.values()])
         compare(*results)
+
+
+class Order(Twice):
+    """Between borders, what neither takes the other's result: writes and what reads before them, and draws."""
+
+    def half(self, x):
+        y = super().half(x)
+        z = (y + 1) - y
+        y.mul_(2)
+        return F.dropout(F.relu(y), 0.3, True) + F.dropout(z, 0.5, True)
+
+
+class NothingGoesOn(nn.Module):
+    """The part before the border has no result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.linear(Sine.apply(x))
+
+
+@pytest.mark.parametrize("border", ["function", "no_grad", "autocast"])
+def test_order_between_borders(border):
+    check(Order(border))
+
+
+def test_a_part_without_results():
+    check(NothingGoesOn())
+
+
+class OverwrittenElsewhere(Net):
+    """What an activation is computed from changes on the other side of a border; eager keeps the sum."""
+
+    def __init__(self, border):
+        super().__init__()
+        self.border = border
+        self.register_buffer("shift", torch.ones(8, 1, 1))
+
+    def update(self, y):
+        self.shift.copy_(0.5 * self.shift + y.detach().mean((0, 2, 3))[:, None, None])
+        return y
+
+    def forward(self, x):
+        y = F.gelu(self.a(x) + self.shift)
+        z = y + 1
+        if self.border == "no_grad":
+            with torch.no_grad():
+                self.update(y)
+                self.shift.view(-1).mul_(0.9)
+        elif self.border == "by position":
+            with torch.no_grad():
+                F.dropout(self.shift, 0.5, True, True)
+        else:
+            y = checkpoint(self.update, y, use_reentrant=False)
+        return self.end(self.b(F.gelu(z + y)))
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["one", "two_before_backward"])
+@pytest.mark.parametrize("border", ["no_grad", "checkpoint", "by position"])
+def test_buffers_that_another_part_overwrites(border, calls):
+    check(OverwrittenElsewhere(border), call=lambda f, x: sum(f(x * (i + 1)) for i in range(calls)))
+
+
+class StatisticsGiven(nn.Module):
+    """Adds a view of statistics that the second norm updates; as one operator with the first norm that would come after."""
+
+    def __init__(self, border=False):
+        super().__init__()
+        self.border, self.conv, self.a, self.b = border, nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x, shift):
+        if self.border:
+            shift = self.b.running_mean.view(3, 1, 1)
+            x = Sine.apply(x)
+        y = self.a(self.conv(x)) + shift
+        z = self.b(x)
+        return F.relu(z).sum() + F.relu(y)
+
+
+@pytest.mark.parametrize("shares", [(True,) * 4, (False, True, False, True)], ids=["always", "later"])
+@pytest.mark.parametrize("border", [False, True])
+@pytest.mark.parametrize("view", [lambda t: t.view(3, 1, 1), lambda t: t.data[:, None, None]], ids=["view", "data"])
+def test_an_argument_that_shares_memory_with_a_buffer(shares, border, view):
+    order = []
+
+    def call(f, x):
+        order.append(f)
+        shift = view(getattr(f, "_orig_mod", f).b.running_mean)
+        return f(x, shift if shares[order.count(f) - 1] else shift.clone())
+
+    check(StatisticsGiven(border), call=call)
+
+
+class Data(Net):
+    """.data of an activation, a parameter and the input is read, and given out."""
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.end(self.b(y)) * y.data.mean() + self.head.weight.data.abs().mean(), y.data, x.data.view(-1)
+
+
+class ClippedFirst(Net):
+    def forward(self, x):
+        self.a[1].weight.data.mul_(-0.9)
+        self.head.weight.data = torch.renorm(self.head.weight.data, 2, 0, 0.5)
+        return self.end(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("model, kinds", [(Data, "2 bn-act"), (ClippedFirst, "2 bn-act")], ids=["read", "overwritten first"])
+def test_data_is_read(model, kinds, caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(model())
+    assert kinds in caplog.text and "as it is:" not in caplog.text
+
+
+def overwrite_activation(model, y):
+    y.data.mul_(2)
+
+
+def overwrite_part_of_activation(model, y):
+    y.data[:, 0] = 0
+
+
+def overwrite_weights(model, y):
+    torch._foreach_mul_([model.a[1].weight.data, model.a[1].bias.data], -0.5)
+
+
+def exchange_weight(model, y):
+    model.a[1].weight.data = -model.a[1].weight.data
+
+
+@pytest.mark.parametrize("change", [overwrite_activation, overwrite_part_of_activation, overwrite_weights, exchange_weight], ids=lambda f: f.__name__)
+def test_data_that_is_overwritten_after_its_use_stays(change, caplog):
+    """Eager's backward reads what was written, and is not told."""
+    class Overwritten(Net):
+        def forward(self, x):
+            y = self.a(x)
+            z = self.b(y)
+            change(self, y)
+            return self.end(z)
+
+    check(Overwritten(), strict=False)
+    assert ".data" in caplog.text and "as it is" in caplog.text
+
+
+class Constant(Net):
+    def forward(self, x):
+        return self.end(self.b(self.a(x) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype).view(8, 1, 1)))
+
+
+def test_a_constant_made_in_forward(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Constant())
+    assert "1 bn-act-mul" in caplog.text and "detach_" not in caplog.text
+
+
+class AverageOfAll(nn.Module):
+    """The share of each batch is a number that Dynamo doesn't trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = conv_block(3, 8), nn.BatchNorm2d(8, momentum=None), conv_block(8, 8)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+def test_a_norm_without_momentum():
+    check(AverageOfAll())
 
 
 def test_module_compile_and_blocks_that_share_a_graph():

@@ -583,6 +583,48 @@ def test_tied_weights_stay_tied(archive, tmp_path):
     assert module.head.weight.data_ptr() == module.words.weight.data_ptr()
 
 
+def test_a_tied_weight_of_a_program_stays_one_parameter(tsmem):
+    model, example = eager("decoder")
+    tokens = example()
+    program = export(model, tokens)
+    grads = []
+    for p in (program, tsmem.rewrite(program)):
+        module = p.module()
+        torch.manual_seed(0)
+        module(tokens).square().sum().backward()
+        assert dict(module.named_parameters()).keys() == dict(model.named_parameters()).keys()
+        grads.append(dict(module.named_parameters())["words.weight"].grad)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_a_program_without_values_is_refused(tsmem):
+    class Data(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return y * y.data.mean()
+
+    program = export(Data(), torch.randn(3), strict=True)
+    with pytest.raises(tsmem.Error, match="has no values"):
+        tsmem.rewrite(program)
+
+
+def test_a_program_that_torch_can_not_load_again(tsmem):
+    """A block without results is saved, and then refused by torch.export.load."""
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            y = x * 2
+            with torch.no_grad():
+                self.calls.add_(1)
+            return x + y
+
+    with pytest.raises(tsmem.Error, match="can't load the program once it is saved"):
+        tsmem.rewrite(export(Block(), torch.randn(3)))
+
+
 def with_records(path, new, change):
     """A copy of the archive in which `change` has had its way with the records, by their names below the root."""
     with zipfile.ZipFile(path) as old:

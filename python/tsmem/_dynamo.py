@@ -4,21 +4,23 @@ Each graph becomes one of aten operators (before autograd and autocast take them
 model is, and runs operator by operator as eager code does. What Python alone can run (autograd.Function, checkpoint,
 borders of no_grad and autocast blocks) stays as it is, and the graph on each side of it is rewritten for itself.
 
-make_fx, fuse_by_partitions and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
+make_fx, fuser_utils, the switch of saved-tensor hooks and the `grapharg` of Dynamo's inputs are PyTorch's, but not public: they are used here alone.
 """
 import contextlib
 import json
 import logging
 import operator
 import re
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ._error import Error
-from ._graph import State, build, describe
+from ._graph import DATA, State, build, describe, memory_of
 from ._session import call_library, read_report, split_options
+from ._writes import Writes, memory, name_of
 
 log = logging.getLogger("tsmem")
 
@@ -31,8 +33,12 @@ def _checkpoint(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What torch.utils.checkpoint has put into the graph as an operator; run by itself, that operator checkpoints nothing."""
     from torch.utils.checkpoint import checkpoint
 
+    if (context := getattr(body, "meta", {}).get("_checkpoint_context_fn")) is not None:
+        kwargs = {**kwargs, "context_fn": context}
+    if kwargs.get("use_reentrant"):  # needs all tensors as arguments, and runs all of the body again
+        kwargs = {**kwargs, "early_stop": False}
     # As arguments, buffers that it changes would be refused.
-    return checkpoint(lambda: body(*args), **{"use_reentrant": False, **kwargs})
+    return checkpoint(lambda: body(*args), **{**kwargs, "use_reentrant": False})
 
 
 def _inner(gm: fx.GraphModule) -> List[fx.Node]:
@@ -40,18 +46,46 @@ def _inner(gm: fx.GraphModule) -> List[fx.Node]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """An operator on tensors and numbers, and no border of a block and no operator on functions."""
+    """An operator on tensors and numbers, and no border of a block, no operator on functions, and none of Dynamo's own functions."""
     if node.op == "call_function":
-        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint
+        own = (getattr(node.target, "__module__", None) or "").startswith("torch._dynamo.")
+        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint and not own
     return node.op == "call_method"
 
 
-def _transforms(gm: fx.GraphModule) -> Optional[str]:
-    """A function of torch.func that has left its own begin and end in the graph."""
+def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
+    return any(user < write for user in tensor.users if user.target is not DATA and _is_plain(user))
+
+
+def _stays(gm: fx.GraphModule) -> Optional[str]:
+    """Why all of the graph runs as it is: a function of torch.func has left its own begin and end in it, or `x.data = y` changes what
+    may be recomputed, which autograd is not told."""
     for node in _inner(gm):
         if node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or ""):
-            return getattr(node.target, "__name__", str(node.target))
+            return f"{getattr(node.target, '__name__', node.target)} of torch.func is in it"
+        # Of `x.data = y` Dynamo makes the one in torch 2.11, the other in 2.15.
+        if node.op == "call_function" and name_of(node) in ("set_", "shallow_copy_data_") and _used_before(node.args[0], node):
+            return "it gives a tensor other .data after having used it"
     return None
+
+
+def _refuse_written_data(aten: fx.GraphModule) -> None:
+    """What overwrites x.data after x was used changes what backward keeps of x, in eager code, but not what is recomputed."""
+    from_data: Dict[fx.Node, fx.Node] = {}
+    for node in _inner(aten):
+        if node.target is DATA:
+            from_data[node] = from_data.get(node.args[0], node.args[0])
+        elif isinstance(node.target, torch._ops.OpOverload):
+            given = {f.name: a for f, a in zip(node.target._schema.arguments, node.args)} | node.kwargs
+            for f in node.target._schema.arguments:
+                for x in pytree.tree_leaves(given.get(f.name)) if f.alias_info is not None else ():
+                    if not isinstance(x, fx.Node) or x not in from_data:
+                        continue
+                    from_data[node] = from_data[x]
+                    if f.alias_info.is_write and (from_data[x].op != "placeholder" or _used_before(from_data[x], node)):
+                        raise Error(f"{node.target._opname} overwrites a tensor's .data after it was used")
+        elif node.target is operator.getitem and node.args[0] in from_data:
+            from_data[node] = from_data[node.args[0]]
 
 
 def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
@@ -77,16 +111,37 @@ def _parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
     """The graphs to rewrite, with the names of those that became submodules of `gm`; None: `gm` itself."""
     if all(map(_is_plain, _inner(gm))):
         return [(None, gm)]
-    from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+    from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
     for node in _inner(gm):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = _checkpoint
     for node in gm.graph.nodes:
         node.meta.setdefault("val", node.meta.get("example_value"))
-    fuse_by_partitions(gm, [dict.fromkeys(run) for run in _runs(gm)], prefix="tsmem_")
+    runs = _runs(gm)
+    writes = Writes(_inner(gm))
+    overwritten = [(writes.outside(run, ever=True), writes.outside(run, ever=False)) for run in runs]
+    # Not by fuse_by_partitions, which sorts (torch 2.11): writes and draws have an order that no argument shows.
+    for i, (run, (ever, later)) in enumerate(zip(runs, overwritten)):
+        part, inputs, outputs = fuse_as_graphmodule(gm, run, f"tsmem_{i}")
+        part.overwritten_inputs = [not memory(n).isdisjoint(ever if n.op == "placeholder" else later) for n in inputs]
+        part.overwritten_outputs = [not memory(n).isdisjoint(later) for n in outputs]
+        if outputs:
+            insert_subgm(gm, part, inputs, outputs)
+            erase_nodes(gm, run)
+    gm.graph.lint()
     gm.recompile()
     return [(name, child) for name, child in gm.named_children() if name.startswith("tsmem_")]
+
+
+class _Interpreter(fx.Interpreter):
+    """`.data` is no operator, and tracing would take its result for a constant. Traced as detach, it becomes `.data` again."""
+
+    def call_function(self, target: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        if target is not DATA:
+            return super().call_function(target, args, kwargs)
+        with fx.traceback.annotate({"tsmem": "data"}):
+            return args[0].detach()
 
 
 def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
@@ -95,8 +150,16 @@ def _aten_graph(gm: fx.GraphModule, fakes: List[Any]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
-    with mode or contextlib.nullcontext(), torch.enable_grad(), fx.traceback.preserve_node_meta():
-        return make_fx(lambda *a: fx.Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    with mode or contextlib.nullcontext(), torch.enable_grad(), _no_hooks(), fx.traceback.preserve_node_meta():
+        aten = make_fx(lambda *a: _Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    for node in _inner(aten):
+        if node.target is torch.ops.aten.detach.default and "tsmem" in node.meta.get("custom", {}):
+            node.target = DATA
+    for node in aten.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(aten, node.target, None), FakeTensor):
+            raise Error("a function in it makes a tensor by no operator of PyTorch's")
+    _refuse_written_data(aten)
+    return aten
 
 
 def _dotted(source: str) -> str:
@@ -115,7 +178,7 @@ class _Input:
 
     def __init__(self, node: fx.Node, example: Any):
         self.fake = node.meta.get("example_value", example)
-        self.example = example
+        self.example = example.node.hint if isinstance(example, (torch.SymInt, torch.SymFloat, torch.SymBool)) else example
         source = getattr(node.meta.get("grapharg"), "source", None)
         name = getattr(source, "name", "")
         self.path = _dotted(name() if callable(name) else name)
@@ -123,8 +186,8 @@ class _Input:
         self.is_state = isinstance(example, torch.nn.Parameter) or isinstance(example, torch.Tensor) and own
 
 
-def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any]) -> State:
-    """Parameters, buffers and constants, each under a path of its own; `values` are those of the inputs."""
+def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any], shared: Sequence[bool]) -> State:
+    """Parameters, buffers, what shares memory with them, and constants, each under a path of its own; `values` are those of the inputs."""
     state: State = {}
     taken = set()
 
@@ -135,9 +198,9 @@ def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[
         taken.add(path)
         state[node.name] = (path, tensor)
 
-    for node, given, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values):
-        if given is not None and given.is_state:
-            add(node, given.path, value)
+    for node, given, value, is_shared in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values, shared):
+        if is_shared:
+            add(node, given.path if given is not None else node.name, value)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
             add(node, node.name, getattr(gm, node.target))
@@ -154,23 +217,45 @@ def _drop_casts(gm: fx.GraphModule) -> None:
                 gm.graph.erase_node(node)
 
 
-def _drop_asserts(gm: fx.GraphModule) -> None:
+def _drop_what_does_nothing(gm: fx.GraphModule) -> None:
+    """Asserts, and what tracing does to a copy of torch.tensor([...]): to the patterns it is a write."""
     for node in _inner(gm):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             gm.graph.erase_node(node)
+        elif node.target is torch.ops.aten.detach_.default and node.args[0].target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
 
 
-def _memory(tensors: Iterable[torch.Tensor]) -> Tuple[int, ...]:
-    """Which of them share memory: those have the same number."""
-    numbers: Dict[int, int] = {}
-    return tuple(numbers.setdefault(t.untyped_storage().data_ptr() or id(t), len(numbers)) for t in tensors)
+def _sharing(values: Sequence[Any], state_at: Sequence[int]) -> Tuple[int, ...]:
+    """Which parameters and buffers share memory, and which other inputs with them: those have the same number. All else has -1."""
+    at = [memory_of(v) if isinstance(v, torch.Tensor) else None for v in values]
+    numbers: Dict[Any, int] = {}
+    for i in state_at:
+        numbers.setdefault(at[i], len(numbers))
+    return tuple(numbers.get(place, -1) for place in at)
+
+
+def _note_overwritten(aten: fx.GraphModule, part: fx.GraphModule) -> None:
+    """Tells `describe` what the rest of the graph overwrites."""
+    inputs = [n for n in aten.graph.nodes if n.op == "placeholder"]
+    outputs = pytree.tree_leaves(aten.graph.output_node().args)
+    for nodes, written in ((inputs, getattr(part, "overwritten_inputs", [])), (outputs, getattr(part, "overwritten_outputs", []))):
+        for node, is_written in zip(nodes, written):
+            if is_written and isinstance(node, fx.Node):
+                node.meta["overwritten"] = True
+
+
+def _no_hooks() -> ContextManager[None]:
+    """The caller's saved-tensor hooks are for what runs, and not for what is traced or measured: torch.utils.checkpoint counts."""
+    return torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing()
 
 
 class _Rewritten(torch.nn.Module):
-    """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory. Dynamo
-    guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
+    """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory, with one another
+    and with other inputs. Dynamo guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
 
-    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, options: Dict[str, Any]):
+    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, strict: bool, options: Dict[str, Any]):
         super().__init__()
         placeholders = [n for n in original.graph.nodes if n.op == "placeholder"]
         self.known = [inputs.get(n.name) for n in placeholders]
@@ -178,36 +263,53 @@ class _Rewritten(torch.nn.Module):
         self.aten = _aten_graph(original, fakes)
         for node, fake in zip((n for n in self.aten.graph.nodes if n.op == "placeholder"), fakes):
             node.meta["val"] = fake
-        _drop_asserts(self.aten)
+        _note_overwritten(self.aten, original)
+        _drop_what_does_nothing(self.aten)
         if not casts_stay:
             _drop_casts(self.aten)
-        self.options = options
+        self.options, self.strict = options, strict
         self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
         examples = [None if k is None else k.example for k in self.known]
-        self.graphs[self.memory(examples)], self.report = self.rewritten(examples)
+        sharing = _sharing(examples, self.state_at)
+        self.graphs[sharing], self.report = self.rewritten(examples, sharing)
 
-    def memory(self, values: Sequence[Any]) -> Tuple[int, ...]:
-        return _memory([values[i] for i in self.state_at])
-
-    def rewritten(self, values: Sequence[Any]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
-        state = _state(self.aten, self.known, values)
+    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
+        shared = [number >= 0 for number in sharing]
+        state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
         examples = None
         if {"budget", "fit"} & self.options.keys():
-            examples = tuple(v for v, k in zip(values, self.known) if k is not None and not k.is_state)
-        report = read_report(call_library("rewrite_graph", json.dumps(description), [t for _, t in state.values()], examples, split_options(self.options)[1]))
+            examples = tuple(v for v, s in zip(values, shared) if not s)
+        tensors = [t for _, t in state.values()]
+        with _no_hooks():
+            report = read_report(call_library("rewrite_graph", json.dumps(description), tensors, examples, split_options(self.options)[1]))
         new = report.pop("graph_module")
         new["original"] = description["graph"]
         return build(new, self.aten).forward, report
 
     def forward(self, *values: Any) -> Any:
-        memory = self.memory(values)
-        run = self.graphs.get(memory)
+        sharing = _sharing(values, self.state_at)
+        run = self.graphs.get(sharing)
         if run is None:
-            log.info("tsmem: parameters or buffers share memory otherwise than before, so their graph is rewritten again")
-            run = self.graphs[memory] = self.rewritten(values)[0]
+            run = self.graphs[sharing] = self.rewritten_again(values, sharing)
         return run(*values)
+
+    def rewritten_again(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
+        why = "tsmem: parameters or buffers share memory otherwise than before, so their graph"
+        try:
+            run = self.rewritten(values, sharing)[0]
+        except Exception as error:  # noqa: BLE001  (it runs as it did)
+            if self.strict:
+                raise Error(f"a graph can't be rewritten: {_sentence(error)}", getattr(error, "kind", "input")) from error
+            log.warning("%s runs as it is: %s", why, _sentence(error))
+            return self.aten.forward
+        log.info("%s is rewritten again", why)
+        return run
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _said(report: Dict[str, Any]) -> str:
@@ -233,23 +335,23 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", "request")
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
-    function = _transforms(gm)
+    reason = _stays(gm)
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
-    parts = [] if function else _parts(gm)
-    if "budget" in options and len(parts) > 1:
+    parts = [] if reason else _parts(gm)
+    if {"budget", "fit"} & options.keys() and any(name is not None for name, _ in parts):
         raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
-    said = [f"{function} of torch.func is in it, so it runs as it is"] if function else []
-    failed: Optional[Exception] = Error(said[0], "request") if function else None
+    said = [f"{reason}, so it runs as it is"] if reason else []
+    failed: Optional[Exception] = Error(said[0], "request") if reason else None
     whole: Any = gm
     for name, child in parts:
         try:
-            new = _Rewritten(child, inputs, casts_stay, options)
+            new = _Rewritten(child, inputs, casts_stay, strict, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
             if isinstance(error, Error) and error.kind in ("request", "budget"):
                 raise
             failed = error
-            said.append(f"runs as it is: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            said.append(f"runs as it is: {_sentence(error)}")
             continue
         said.append(_said(new.report))
         if name is None:

@@ -24,7 +24,21 @@ _NUMBERS.update({f"torch.{name}": getattr(torch, name) for name in "sym_int sym_
 _NUMBER_NAMES = {function: name for name, function in _NUMBERS.items()}
 _SYMBOLS = ((bool, torch.SymBool, "sym_bool"), (int, torch.SymInt, "sym_int"), (float, torch.SymFloat, "sym_float"))
 
+# x.data: detach, whose result doesn't count as x where it is overwritten.
+DATA = torch._C._autograd._get_data_attr
+
 State = Dict[str, Tuple[str, torch.Tensor]]  # of a placeholder or get_attr node, by its name: path and tensor
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory; a tensor without memory shares none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that wrap others
+        return id(tensor)
+
+
+_ELSEWHERE = "tsmem_overwritten_elsewhere_"  # names a write that stands in the description alone, at its end
 
 
 class _NoData(Exception):
@@ -107,6 +121,8 @@ def _nodes_in(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operation(node: fx.Node) -> Dict[str, Any]:
+    if node.target is DATA:
+        return {"target": "torch.ops.aten.detach.default", "inputs": [{"name": "self", "arg": _argument(node.args[0]), "kind": 1}], "outputs": [_value(node)]}
     if isinstance(node.target, torch._ops.OpOverload):
         formals = node.target._schema.arguments
         inputs = [{"name": f.name, "arg": _argument(a), "kind": 1} for f, a in zip(formals, node.args)]
@@ -137,9 +153,8 @@ def describe(gm: fx.GraphModule, state: State, path_of: Callable[[fx.Node], str]
                 path, tensor = state[node.name]
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 specs.append({kind: {"arg": {"name": node.name}, f"{kind}_name": path}})
-                pointer = tensor.untyped_storage().data_ptr() or id(tensor)
                 about[path] = {"dtype": _DTYPES.get(tensor.dtype, 0), "requires_grad": tensor.requires_grad,
-                               "storage": storages.setdefault(pointer, len(storages)), "position": len(about)}
+                               "storage": storages.setdefault(memory_of(tensor), len(storages)), "position": len(about)}
             else:
                 specs.append({"user_input": {"arg": _value(node)}})
             graph["inputs"].append(_value(node))
@@ -154,6 +169,10 @@ def describe(gm: fx.GraphModule, state: State, path_of: Callable[[fx.Node], str]
             data["metadata"] = {"nn_module_stack": f",{path},"} if path else {}
             data["name"] = node.name
             graph["nodes"].append(data)
+    for node in [n for n in gm.graph.nodes if n.meta.get("overwritten")]:
+        name = f"{_ELSEWHERE}{node.name}"
+        graph["nodes"].append({"target": "torch.ops.aten.zero_.default", "inputs": [{"name": "self", "arg": _value(node), "kind": 1}],
+                               "outputs": [{"as_tensor": {"name": name}}], "metadata": {"nn_module_stack": ",elsewhere,"}, "name": name})
     return {"graph": graph, "signature": {"input_specs": specs, "output_specs": []}, "state": about}
 
 
@@ -211,13 +230,15 @@ def build(description: Dict[str, Any], gm: fx.GraphModule) -> fx.GraphModule:
     """The described graph, with the inputs, the structure of the results, and what Python alone can run, of `gm`."""
     graph, values = fx.Graph(), {}
     before = {node.name: node for node in gm.graph.nodes}
-    made_by = {name: before[data["name"]] for data in description["original"]["nodes"] for name in _names(data["outputs"])}
+    made_by = {name: before[data["name"]] for data in description["original"]["nodes"] if data["name"] in before for name in _names(data["outputs"])}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             values[node.name] = graph.node_copy(node)
     for data in description["graph"]["nodes"]:
+        if data["name"].startswith(_ELSEWHERE):
+            continue
         names = _names(data["outputs"])
-        if not data["target"].startswith("torch.ops."):
+        if not data["target"].startswith("torch.ops.") or getattr(before.get(data["name"]), "target", None) is DATA:
             operands = iter([values[name] for a in data["inputs"] for name in _named(a["arg"])])
             values[names[0]] = graph.node_copy(before[data["name"]], lambda _: next(operands))
             continue
