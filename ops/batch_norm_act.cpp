@@ -75,11 +75,16 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool identity = act.kind == ActKind::identity;
     std::array<bool, 4> compute = want;
     if (identity) compute[3] = false;  // the gradient of `other` is the output's
+    // Asked before there is another reference to it. Where the activation's gradient is a result too, its memory is
+    // used for that: not where it is the gradient itself, nor where it would be rounded before it has been used.
+    const bool rounded = low_precision(grad) && act.kind != ActKind::relu && act.kind != ActKind::hardtanh &&
+                         act.kind != ActKind::threshold;
+    const bool overwrite = only_ours(grad) && !(want[3] && (identity || rounded));
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3])
       g = norm_backward(
           {grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4], optional(kept[5]),
-           optional(kept[6]), data["training"].toBool(), data["channels_last"].toBool(), only_ours(grad)},
+           optional(kept[6]), data["training"].toBool(), data["channels_last"].toBool(), overwrite},
           act, compute);
     g[1] = in_dtype(g[1], data["weight_dtype"]);
     g[2] = in_dtype(g[2], data["bias_dtype"]);

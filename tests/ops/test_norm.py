@@ -115,6 +115,44 @@ def as_good(ours, theirs, exact):
         assert error <= 2 * bound + 2 * torch.finfo(a.dtype).eps * norm, (i, error, bound, norm)
 
 
+@pytest.mark.parametrize("layout", (CONTIGUOUS, LAST))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("add", (False, True))
+@pytest.mark.parametrize("train", (False, True))
+@pytest.mark.parametrize("act", list(ACTS))
+def test_a_gradient_that_nobody_holds_lends_its_memory(ops, act, train, add, dtype, layout):
+    """The gradients are the same, bit for bit, as where somebody holds it, whose tensor stays as it was; and one tensor less is there."""
+    import allocator
+
+    case = Case((4, 16, 21, 17), layout, dtype)
+    held = []
+
+    ours = fused(ops, act, train, add)
+
+    def run(hold):
+        def f(x, w, b, m, v, z):
+            y = ours(x * 1.0, w, b, m, v, z * 1.0)
+            if hold:
+                y.register_hook(lambda grad: held.append((grad, grad.clone())))
+            return y * 2.0
+
+        return case.run(f)
+
+    for a, b in zip(run(False), run(True)):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert all(torch.equal(grad, copy) for grad, copy in held) and held
+
+    if dtype == torch.float32:
+        fmap = lambda t: t.to(dtype, copy=True).contiguous(memory_format=layout).requires_grad_()  # noqa: E731
+        x, z = fmap(case.x) * 1.0, fmap(case.z) * 1.0
+        vectors = [t.to(dtype, copy=True) for t in (case.w, case.b, case.m, case.v)]
+        y = ours(x, *vectors, z) * 2.0
+        g, wanted = torch.ones_like(y), [x, z] if add else [x]
+        peak = allocator.most_held(lambda: torch.autograd.grad(y, wanted, g))
+        lent = not (add and act == "identity")  # there the gradient itself is z's
+        assert peak < (len(wanted) + (0.5 if lent else 1.5)) * x.nbytes
+
+
 @pytest.mark.parametrize("add", [False, True], ids=["plain", "add"])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("act", ACTS)
