@@ -194,6 +194,18 @@ TEST(Verify, WhatOutputsAre) {
               "contiguous.");
 }
 
+TEST(Verify, CodeThatCastsToFloat32) {
+  // In float64 too its results differ by that dtype's rounding.
+  const auto cast = [](const std::string& text) { return net(with(kNet, "torch.tanh(y)", text + ".to(y.dtype)")); };
+  const Module a = cast("torch.tanh(y.float())");
+  const auto r = check(a, cast("(torch.sigmoid(y.float() * 2) * 2 - 1)"));
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_GT(r.calls[0].f64_error, 1e-9);
+  EXPECT_TRUE(std::any_of(r.notes.begin(), r.notes.end(),
+                          [](const std::string& n) { return n.find("casts to float32") != std::string::npos; }));
+  EXPECT_FALSE(check(a, cast("torch.tanh(y.float() * 1.00001)")).equal);
+}
+
 TEST(Verify, ChangedMathematics) {
   expect_unequal(net(with(kNet, "torch.tanh(y)", "torch.sigmoid(y)")), "In float64 in train mode the models differ");
   expect_unequal(net(with(kNet, "1e-5", "1.01e-5")), "In float64");

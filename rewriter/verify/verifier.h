@@ -143,6 +143,8 @@ class Verifier {
   // Of the outputs of all calls so far: TorchScript's first calls may give others than its later ones.
   void add_traits(Mode mode, const Outcome& out, bool second);
   void compare_traits(Mode mode);
+  // Whether an output of A has required a gradient in every call with grad.
+  bool needs_gradient_always(const std::string& output) const;
   bool same_random(const Outcome& a, const Outcome& b) const;
 
   // judge.cpp

@@ -21,6 +21,7 @@ import reduce
 
 BATCH = 64  # programs in one container; a program's tests depend on its seed alone, so containers begin at multiples of it
 SECONDS = 600  # of a batch; more is a hang
+REDUCED_SECONDS = 60  # of some programs of a few lines, among which may be endless loops
 ATTEMPTS = 20  # programs that eager PyTorch or TorchScript refuses, in a row
 
 
@@ -101,17 +102,17 @@ def apart(f: Callable[[], object], seconds: int) -> object:
         return pickle.loads(pathlib.Path(file.name).read_bytes())
 
 
-def surviving(items: list, f: Callable[[list], list], broken: Callable[[object, str], object]) -> list:
+def surviving(items: list, f: Callable[[list], list], broken: Callable[[object, str], object], seconds: int = SECONDS) -> list:
     """f(items) in a process of its own; where that dies, of halves, and what one item alone dies of."""
     if not items:
         return []
     try:
-        return apart(lambda: f(items), SECONDS)
+        return apart(lambda: f(items), seconds)
     except RuntimeError as error:
         if len(items) == 1:
             return [broken(items[0], str(error))]
     half = len(items) // 2
-    return surviving(items[:half], f, broken) + surviving(items[half:], f, broken)
+    return surviving(items[:half], f, broken, seconds) + surviving(items[half:], f, broken, seconds)
 
 
 def dead(seed: int, why: str, batch: int) -> Outcome:
@@ -128,7 +129,7 @@ def reduced(source: str, level: str, wrong: List[str], seed: int) -> str:
     wanted = reduce.kind(wrong)
 
     def failing(sources: List[str]) -> List[str]:
-        results = surviving(sources, lambda some: compared(some, level, seed), lambda s, why: {level: [why]})
+        results = surviving(sources, lambda some: compared(some, level, seed), lambda s, why: {level: [why]}, REDUCED_SECONDS)
         return [s for s, w in zip(sources, results) if level in w and reduce.same(reduce.kind(w[level]), wanted)]
 
     # A failure of the tool's costs a run of it for each program.
