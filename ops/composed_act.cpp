@@ -16,6 +16,7 @@ struct Formula {
   const char* name;                        // in the schema
   const char* act;                         // of act_table.h
   bool cast_on_cuda;                       // has an operator that CUDA's autocast runs in float32
+  bool one_product;                        // its only operator of two tensors comes last
   Tensor (*spelled_out)(const Tensor& x);  // for what `act` does not take
 };
 
@@ -26,12 +27,12 @@ Tensor gelu_tanh(const Tensor& x) {
 }
 
 constexpr Formula kFormulas[] = {
-    {"silu", "silu", false, [](const Tensor& x) { return x * at::sigmoid(x); }},
-    {"hardswish", "hardswish", false, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
-    {"mish", "mish", true, [](const Tensor& x) { return x * at::tanh(at::softplus(x)); }},
-    {"gelu", "gelu", false, [](const Tensor& x) { return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0))); }},
-    {"gelu_tanh", "gelu_tanh", false, gelu_tanh<false>},
-    {"gelu_tanh_pow", "gelu_tanh", true, gelu_tanh<true>},
+    {"silu", "silu", false, true, [](const Tensor& x) { return x * at::sigmoid(x); }},
+    {"hardswish", "hardswish", false, false, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
+    {"mish", "mish", true, true, [](const Tensor& x) { return x * at::tanh(at::softplus(x)); }},
+    {"gelu", "gelu", false, false, [](const Tensor& x) { return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0))); }},
+    {"gelu_tanh", "gelu_tanh", false, false, gelu_tanh<false>},
+    {"gelu_tanh_pow", "gelu_tanh", true, false, gelu_tanh<true>},
 };
 
 const Formula& formula(c10::string_view name) {
@@ -40,7 +41,9 @@ const Formula& formula(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "tsmem: no formula is named '", name, "'");
 }
 
-Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute) {
+// in_place: of the product that comes last (InPlace). TorchScript's autocast leaves the operands of one that overwrites
+// alone, where x times a function of x alone is float32 else.
+Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute, int64_t in_place) {
   static const auto act = c10::Dispatcher::singleton()
                               .findSchemaOrThrow("tsmem::act", "")
                               .typed<Tensor(const Tensor&, c10::string_view, at::ArrayRef<double>, int64_t, bool)>();
@@ -48,13 +51,14 @@ Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute
   if (!plain(self)) return f.spelled_out(self);
   const bool cast =
       f.cast_on_cuda && self.is_cuda() && low_precision(self) && at::autocast::is_autocast_enabled(at::kCUDA);
-  return act.call(cast ? self.to(at::kFloat) : as_scripted(self), f.act, {}, recompute, false);
+  const bool as_is = f.one_product && !makes_new(in_place);
+  return act.call(cast ? self.to(at::kFloat) : as_is ? self : as_scripted(self), f.act, {}, recompute, false);
 }
 
 }  // namespace
 
 void register_composed_act(torch::Library& m) {
-  m.def("composed_act(Tensor self, str formula, int recompute=0) -> Tensor", TORCH_FN(composed_act));
+  m.def("composed_act(Tensor self, str formula, int recompute=0, int in_place=0) -> Tensor", TORCH_FN(composed_act));
 }
 
 }  // namespace tsmem

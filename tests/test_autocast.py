@@ -120,7 +120,50 @@ class Products(Layers):
         return torch.softmax(torch.matmul(y, x.transpose(2, 3)), -1) @ x
 
 
-PROGRAMS = [Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
+class SpelledOut(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return y * torch.sigmoid(y)
+
+
+class SpelledOutInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        y *= torch.sigmoid(y)
+        return y
+
+
+class SpelledOutInPlaceOfTheOther(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.sigmoid(y).mul_(y)
+
+
+class SpelledOutMish(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.tanh(F.softplus(y)).mul_(y)
+
+
+class SpelledOutGelu(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return y * 0.5 * (torch.erf(y / 1.4142135623730951) + 1)
+
+
+class SpelledOutGeluInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return y.mul(0.5).mul_(torch.erf(y / 1.4142135623730951) + 1)
+
+
+class SpelledOutHardswish(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return y.mul_(F.relu6(y + 3.0).mul_(1.0 / 6.0))
+
+
+PROGRAMS = [SpelledOut, SpelledOutInPlace, SpelledOutInPlaceOfTheOther, SpelledOutMish, SpelledOutGelu, SpelledOutGeluInPlace, SpelledOutHardswish, Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
             NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Products]
 
 

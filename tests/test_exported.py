@@ -369,7 +369,21 @@ class DrawsForNothing(nn.Module):
         return F.silu(x * 2) * x
 
 
+class NormBetween(nn.Module):
+    """Merged with the activation, so that no node of the norm's own is left, and its class is not known."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 4, 3), norm
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x.unsqueeze(1))))
+
+
 ENDS = {
+    "instance norm": lambda: NormBetween(nn.InstanceNorm1d(4, affine=True)),
+    "instance norm's statistics": lambda: NormBetween(nn.InstanceNorm1d(4, track_running_stats=True)),
+    "batch norm without statistics": lambda: NormBetween(nn.BatchNorm1d(4, track_running_stats=False)),
     "norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8)),
     "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.3)),
     "lstm": Recurrent,

@@ -125,6 +125,19 @@ class WritesToAPieceLater(nn.Module):
         return a
 
 
+class OverwritesWhatABranchGivesForNothing(WritesToAPieceLater):
+    def forward(self, x):
+        a, b = self.first(x), self.second(x)
+        if x.size(0) > 1:
+            z = self.both(torch.cat([a, b], 1))
+            v = a.view(a.size())
+        else:
+            z = a
+            v = torch.relu(b)
+        torch.selu_(v)
+        return z
+
+
 class CallerWritesToAPieceLater(nn.Module):
     def __init__(self):
         super().__init__()
@@ -734,6 +747,7 @@ PROGRAMS = [
     TwiceANorm,
     SquareOfAnActivation,
     WritesToAPieceLater,
+    OverwritesWhatABranchGivesForNothing,
     CallerWritesToAPieceLater,
     LoopWritesToAPiece,
     WritesThroughAView,

@@ -254,14 +254,21 @@ static std::unordered_set<const Value*> all_values(Block* block) {
   return values;
 }
 
-// What a value is a view of, or may be, as far as operators take it first.
-static Value* viewed(Value* v) {
-  while (true) {
-    const FunctionSchema* schema = v->node()->maybeSchema();
-    if (!schema || v->node()->inputs().empty() || v->offset() >= schema->returns().size() ||
-        (!schema->returns()[v->offset()].alias_info() && !may_give_its_argument(v->node())))
-      return v;
-    v = v->node()->input(0);
+// What a value is a view of, or may be, as far as operators take it first; of what branches and loops give, all of it.
+static void collect_viewed(Value* v, std::unordered_set<Value*>& viewed) {
+  while (viewed.insert(v).second) {
+    Node* n = v->node();
+    if (n->kind() == prim::If || n->kind() == prim::Loop) {
+      const size_t first = n->kind() == prim::Loop ? 1 : 0;  // its block's first output is whether it goes on
+      for (Block* b : n->blocks()) collect_viewed(b->outputs()[first + v->offset()], viewed);
+      if (n->kind() == prim::Loop) collect_viewed(n->input(2 + v->offset()), viewed);
+      return;
+    }
+    const FunctionSchema* schema = n->maybeSchema();
+    if (!schema || n->inputs().empty() || v->offset() >= schema->returns().size() ||
+        (!schema->returns()[v->offset()].alias_info() && !may_give_its_argument(n)))
+      return;
+    v = n->input(0);
   }
 }
 
@@ -269,7 +276,10 @@ static void collect_overwritten(Block* block, std::vector<std::pair<Node*, Value
   for (Node* n : block->nodes()) {
     for (Block* b : n->blocks()) collect_overwritten(b, found);
     const FunctionSchema* schema = n->maybeSchema();
-    if (schema && schema->is_mutable() && !n->inputs().empty()) found.emplace_back(n, viewed(n->input(0)));
+    if (!schema || !schema->is_mutable() || n->inputs().empty()) continue;
+    std::unordered_set<Value*> viewed;
+    collect_viewed(n->input(0), viewed);
+    for (Value* v : viewed) found.emplace_back(n, v);
   }
 }
 
