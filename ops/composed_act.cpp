@@ -16,7 +16,7 @@ struct Formula {
   const char* name;                        // in the schema
   const char* act;                         // of act_table.h
   bool cast_on_cuda;                       // has an operator that CUDA's autocast runs in float32
-  bool one_product;                        // its only operator of two tensors comes last
+  bool product_last;                       // as programs spell it, x is multiplied by a function of it at the end
   Tensor (*spelled_out)(const Tensor& x);  // for what `act` does not take
 };
 
@@ -28,7 +28,7 @@ Tensor gelu_tanh(const Tensor& x) {
 
 constexpr Formula kFormulas[] = {
     {"silu", "silu", false, true, [](const Tensor& x) { return x * at::sigmoid(x); }},
-    {"hardswish", "hardswish", false, false, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
+    {"hardswish", "hardswish", false, true, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
     {"mish", "mish", true, true, [](const Tensor& x) { return x * at::tanh(at::softplus(x)); }},
     {"gelu", "gelu", false, false, [](const Tensor& x) { return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0))); }},
     {"gelu_tanh", "gelu_tanh", false, false, gelu_tanh<false>},
@@ -51,7 +51,7 @@ Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute
   if (!plain(self)) return f.spelled_out(self);
   const bool cast =
       f.cast_on_cuda && self.is_cuda() && low_precision(self) && at::autocast::is_autocast_enabled(at::kCUDA);
-  const bool as_is = f.one_product && !makes_new(in_place);
+  const bool as_is = f.product_last && !makes_new(in_place);
   return act.call(cast ? self.to(at::kFloat) : as_is ? self : as_scripted(self), f.act, {}, recompute, false);
 }
 

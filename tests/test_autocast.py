@@ -133,18 +133,6 @@ class SpelledOutInPlace(Layers):
         return y
 
 
-class SpelledOutInPlaceOfTheOther(Layers):
-    def forward(self, x):
-        y = self.conv(x)
-        return torch.sigmoid(y).mul_(y)
-
-
-class SpelledOutMish(Layers):
-    def forward(self, x):
-        y = self.conv(x)
-        return torch.tanh(F.softplus(y)).mul_(y)
-
-
 class SpelledOutGelu(Layers):
     def forward(self, x):
         y = self.conv(x)
@@ -157,13 +145,7 @@ class SpelledOutGeluInPlace(Layers):
         return y.mul(0.5).mul_(torch.erf(y / 1.4142135623730951) + 1)
 
 
-class SpelledOutHardswish(Layers):
-    def forward(self, x):
-        y = self.conv(x)
-        return y.mul_(F.relu6(y + 3.0).mul_(1.0 / 6.0))
-
-
-PROGRAMS = [SpelledOut, SpelledOutInPlace, SpelledOutInPlaceOfTheOther, SpelledOutMish, SpelledOutGelu, SpelledOutGeluInPlace, SpelledOutHardswish, Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
+PROGRAMS = [SpelledOut, SpelledOutInPlace, SpelledOutGelu, SpelledOutGeluInPlace, Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
             NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Products]
 
 

@@ -374,7 +374,7 @@ class NormBetween(nn.Module):
 
     def __init__(self, norm):
         super().__init__()
-        self.conv, self.norm = nn.Conv1d(1, 4, 3), norm
+        self.conv, self.norm = nn.Conv1d(1, 4, 3, bias=False), norm
 
     def forward(self, x):
         return torch.relu(self.norm(self.conv(x.unsqueeze(1))))
@@ -409,7 +409,7 @@ def test_programs_that_end_in_a_draw_or_a_norm(tmp_path, name):
         grads = torch.autograd.grad(sum((o * o).sum() for o in outs), [given, *module.parameters()], allow_unused=True)
         results.append([*outs, *(g for g in grads if g is not None), *module.buffers(), torch.get_rng_state()])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-4)
 
 
 
