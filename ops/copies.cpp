@@ -1,5 +1,5 @@
-// Copies in another order of the same elements, which can be recomputed in backward: contiguous, reshape, flatten, roll.
-// They keep nothing, as PyTorch's. All but roll return views where PyTorch's do.
+// Copies in another order of the same elements, which can be recomputed in backward: contiguous, reshape, flatten,
+// roll. They keep nothing, as PyTorch's. All but roll return views where PyTorch's do.
 //
 // vmap refuses operators whose schema says so before it looks inside: those are registered for it by themselves.
 

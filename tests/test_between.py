@@ -195,20 +195,20 @@ def first_observing(model, x):
     return plain(model, x)
 
 
-def evaluating(model, x):
-    model.train()
+def switching(model, x, training):
+    model.train(training)
     out = model(x)
-    model.eval()
+    model.train(not training)
     backward(out)
     return [out]
+
+
+def evaluating(model, x):
+    return switching(model, x, True)
 
 
 def training_again(model, x):
-    model.eval()
-    out = model(x)
-    model.train()
-    backward(out)
-    return [out]
+    return switching(model, x, False)
 
 
 def replacing_a_parameter(model, x):
