@@ -37,18 +37,25 @@ Module submodule(Module m, const std::string& path) {
   return m;
 }
 
-at::Tensor attribute(Module m, const std::string& path) {
-  for (size_t from = 0;;) {
-    const size_t dot = path.find('.', from);
-    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
-    if (!m.hasattr(name)) return {};
-    if (dot == std::string::npos) {
-      c10::IValue v = m.attr(name);
-      return v.isTensor() ? v.toTensor() : at::Tensor();
-    }
-    m = m.attr(name).toModule();
+std::optional<c10::IValue> value_at(const Module& m, const std::string& path) {
+  c10::IValue value = m._ivalue();
+  for (size_t from = 0; from <= path.size();) {
+    const size_t dot = std::min(path.find('.', from), path.size());
+    if (!value.isObject()) return std::nullopt;
+    const auto& object = value.toObjectRef();
+    const auto slot = object.type()->findAttributeSlot(path.substr(from, dot - from));
+    if (!slot) return std::nullopt;
+    // Through a copy: `value` holds the object that the slot is in.
+    const c10::IValue next = object.getSlot(*slot);
+    value = next;
     from = dot + 1;
   }
+  return value;
+}
+
+at::Tensor attribute(const Module& m, const std::string& path) {
+  const auto value = value_at(m, path);
+  return value && value->isTensor() ? value->toTensor() : at::Tensor();
 }
 
 GraphFunction* graph_function(Function* f) { return f ? tryToGraphFunction(*f) : nullptr; }

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/api/module.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,10 @@ struct ModuleClass {
 std::vector<ModuleClass> module_classes(const torch::jit::Module& module);
 
 // The tensor at a path of attributes ("bn1.weight"); undefined where there is none.
-at::Tensor attribute(torch::jit::Module m, const std::string& path);
+at::Tensor attribute(const torch::jit::Module& m, const std::string& path);
+
+// Whatever is there; nothing where there is no such attribute.
+std::optional<c10::IValue> value_at(const torch::jit::Module& m, const std::string& path);
 
 // Null where there is no function, or it has no graph.
 torch::jit::GraphFunction* graph_function(torch::jit::Function* f);

@@ -51,6 +51,16 @@ class Block(torch.nn.Module):
         return self.relu(self.bn(self.conv(x)))
 
 
+class Residual(torch.nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
 class Net(torch.nn.Module):
     """Two blocks of one class, a head, and a second method."""
 

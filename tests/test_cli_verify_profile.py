@@ -9,18 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from command_line import BINARY, runs
+from command_line import BINARY, Residual, runs
 from torch import nn
 
 
-class Block(nn.Module):
-    def __init__(self, channels):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x):
-        return torch.relu(self.norm(self.conv(x)) + x)
+class Block(Residual):
+    pass
 
 
 class Net(nn.Module):

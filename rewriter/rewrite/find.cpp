@@ -19,16 +19,9 @@ using namespace added_names;
 namespace {
 
 // Whether an attribute is none: the bias of a layer that has none.
-bool is_none(Module m, const std::string& path) {
-  for (size_t from = 0;;) {
-    const size_t dot = path.find('.', from);
-    const std::string name = path.substr(from, dot == std::string::npos ? dot : dot - from);
-    if (!m.hasattr(name)) return false;
-    const c10::IValue v = m.attr(name);
-    if (dot == std::string::npos) return v.isNone();
-    m = v.toModule();
-    from = dot + 1;
-  }
+bool is_none(const Module& m, const std::string& path) {
+  const auto value = value_at(m, path);
+  return value && value->isNone();
 }
 
 // What the instances of a class say of its attributes.
@@ -50,7 +43,7 @@ Attributes attributes_of(std::vector<Module> instances, const ModelWrites& write
           },
           [instances, &writes](const std::string& a) {
             return std::any_of(instances.begin(), instances.end(), [&](const Module& m) {
-              const auto tensors = all_tensors(value_at(m, a));
+              const auto tensors = all_tensors(value_at(m, a).value_or(c10::IValue()));
               return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
                 return t.has_storage() && writes.storages.count(t.storage().unsafeGetStorageImpl());
               });

@@ -48,20 +48,6 @@ void collect(const Block* block, bool forward, std::set<std::string>& written, s
 
 }  // namespace
 
-c10::IValue value_at(const Module& m, const std::string& path) {
-  c10::IValue value = m._ivalue();
-  for (size_t from = 0; from <= path.size();) {
-    const size_t dot = std::min(path.find('.', from), path.size());
-    if (!value.isObject()) return {};
-    const auto& object = value.toObjectRef();
-    const auto slot = object.type()->findAttributeSlot(path.substr(from, dot - from));
-    if (!slot) return {};
-    value = object.getSlot(*slot);
-    from = dot + 1;
-  }
-  return value;
-}
-
 ModelWrites model_writes(const Module& module) {
   ModelWrites all;
   for (const ModuleClass& c : module_classes(module)) {
@@ -70,14 +56,17 @@ ModelWrites model_writes(const Module& module) {
       const GraphFunction* function = graph_function(f);
       if (!function || is_added_name(f->name())) continue;
       // What forward calls is in the views of those who call forward.
-      const bool forward = f->name() == "forward";
+      if (f->name() == "forward") {
+        collect(function->graph()->block(), /*forward=*/true, written, all.set);
+        continue;
+      }
       Scopes scopes;
-      const View view = copy_graph(*function->graph(), scopes, [&](const Scope*) { return !forward; });
-      collect(view.graph->block(), forward, written, all.set);
+      const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
+      collect(view.graph->block(), /*forward=*/false, written, all.set);
     }
     for (const std::string& path : c.paths)
       for (const std::string& attribute : written)
-        for (const at::Tensor& t : all_tensors(value_at(submodule(module, path), attribute)))
+        for (const at::Tensor& t : all_tensors(value_at(submodule(module, path), attribute).value_or(c10::IValue())))
           if (t.has_storage() && !at::isIntegralType(t.scalar_type(), /*includeBool=*/true))
             all.storages.insert(t.storage().unsafeGetStorageImpl());
   }

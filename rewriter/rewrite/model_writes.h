@@ -16,7 +16,4 @@ struct ModelWrites {
 
 ModelWrites model_writes(const torch::jit::Module& module);
 
-// What is at a path of attributes; None where there is nothing.
-c10::IValue value_at(const torch::jit::Module& m, const std::string& path);
-
 }  // namespace tsmem
