@@ -910,6 +910,68 @@ def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
         torch.testing.assert_close(mine, stocks)
 
 
+class NormForADeadBranch(nn.Module):
+    """TorchScript runs the norm in every call: it differentiates it together with the sum before it, which is used. Rewritten, that sum is another operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.layer_norm, self.norm, self.other = nn.Conv2d(4, 4, 3, padding=1), nn.LayerNorm(8), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.layer_norm(y)
+        total = x + z
+        total = torch.where(total > 0, total, 0.25 * total)
+        total = torch.batch_norm(total, self.norm.weight, self.norm.bias, self.norm.running_mean, self.norm.running_var, self.training, 0.1, 1e-5, False)
+        if x.size(0) > 1:
+            self.other(F.dropout(total, 0.5, True))
+            overwritten, result = z.clone(), z
+        else:
+            overwritten = self.other(y)
+            result = overwritten
+        F.elu(overwritten, 0.5, inplace=True)
+        return result
+
+
+class NormForADeadWrite(nn.Module):
+    """TorchScript may drop the norm from the second call on: what is made of it only overwrites something that is not looked at any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1)
+        self.layers = nn.Sequential(nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(3, 1, 1))
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = F.relu(x + x)
+        z = z * torch.sigmoid(self.fc(self.pool(z))).expand_as(z)
+        seen = self.layers(z)
+        pooled = F.avg_pool2d(x, 3, 1, 1)
+        y.add_(F.relu(seen))
+        return torch.tanh(pooled)
+
+
+@pytest.mark.parametrize("options", [[], ["--level", "ops"], ["--only", "mul"], ["--only", "conv"]])
+@pytest.mark.parametrize("program", [NormForADeadBranch, NormForADeadWrite])
+def test_norms_that_only_dead_code_uses_run_in_every_call(program, options, tmp_path):
+    """As in eager PyTorch, whatever becomes of the code around them."""
+    torch.manual_seed(0)
+    eager = program().double()
+    torch.jit.script(eager).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", *options)
+    assert done.returncode == 0, done.stderr
+    rewritten = torch.jit.load(str(tmp_path / "rewritten.pt"))
+    for _ in range(4):
+        x = torch.randn(2, 4, 8, 8, dtype=torch.double, requires_grad=True)
+        for model in (eager, rewritten):
+            model(x * 1).sum().backward()
+        for (name, theirs), ours in zip(eager.named_buffers(), rewritten.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=lambda m: f"{name}: {m}")
+    if program is NormForADeadWrite:  # of the other, TorchScript gives the norm's weights gradients of zeros, from the second call on
+        done = run("verify", tmp_path / "original.pt", tmp_path / "rewritten.pt", "--input", "2x4x8x8:f64")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 class MaskedLayer(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,4 +12,7 @@ namespace tsmem {
 // behind another: then the draws of others are those of its first call only if nothing is drawn for nothing.
 std::unordered_set<const Node*> differentiated_dropouts(const View& view);
 
+// Makes groups of what TorchScript differentiates as one, when a graph runs with gradients for the third time or later.
+void differentiate(std::shared_ptr<Graph>& graph);
+
 }  // namespace tsmem

@@ -54,7 +54,10 @@ struct Applied {
 };
 
 Applied apply_in(const Function& f, Result& result, const Selection& selection, Scopes& scopes, const Results& results,
-                 const RecomputeValue& recompute) {
+                 const RecomputeValue& recompute, const std::set<WayInMethod>& lasting) {
+  std::unordered_set<const Scope*> around_unused = result.around_unused;
+  for (const auto& [scope, node] : result.copied)
+    if (updates_statistics(node) && lasting.count(way_in_method({scope, node}))) add_with_parents(scope, around_unused);
   Applied a;
   for (const bool inline_all : {false, true}) {
     if (inline_all)
@@ -63,8 +66,8 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
                               matches_of(results), allowed_matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
     // What keeps such a norm stands right behind it (keep_unused_norms).
-    if (!result.around_unused.empty()) {
-      result.inlined.merge(std::unordered_set(result.around_unused));
+    if (!around_unused.empty()) {
+      result.inlined.insert(around_unused.begin(), around_unused.end());
       a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
                                 matches_of(results), allowed_matches_of(results));
     }
@@ -100,6 +103,9 @@ void checkpoint_in(const View& body, const ModuleClass& c, const Selection& sele
 
 std::vector<Site> build_bodies(const Module& module, const Selection& selection, Scopes& scopes, Results& results) {
   std::vector<Site> sites;
+  // Programs of torch.export run eagerly.
+  const auto lasting = selection.options.runs_eagerly ? std::set<WayInMethod>() : lasting_unused_norms(module);
+  bool any = false;
   for (const ModuleClass& c : selection.classes) {
     size_t attributes = 0;
     const auto recompute = recompute_argument(module, c, selection.options.level, attributes, sites);
@@ -108,7 +114,7 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
       const auto it = results.find(method);
       if (it == results.end()) continue;
       Result& result = it->second;
-      Applied applied = apply_in(*f, result, selection, scopes, results, recompute);
+      Applied applied = apply_in(*f, result, selection, scopes, results, recompute, lasting);
       if (!applied.body) continue;
       for (const Found* found : applied.choice.matches) result.found.push_back(*found);
       if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
@@ -116,14 +122,19 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
       if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;
       result.body = applied.body->graph;
       result.body_view = std::move(applied.body);
+      any = true;
     }
   }
+  if (!any) return sites;
   // What runs of a body depends on all that it calls.
   const BodyOf body_of = rewritten_bodies(results);
   for_each_result(selection, results, [&](const ModuleClass&, const Function& f, Result& result) {
-    if (!result.body) return;
-    keep_unused_norms(*function_graph(const_cast<Function*>(&f)), *result.body_view, body_of);
-    result.body->lint();
+    const Graph& source = *function_graph(const_cast<Function*>(&f));
+    if (result.body)
+      keep_unused_norms(source, *result.body_view, body_of, lasting);
+    else if (!lasting.empty() && (result.body_view = graph_that_keeps(source, scopes, lasting)))
+      result.body = result.body_view->graph;
+    if (result.body) result.body->lint();
   });
   return sites;
 }

@@ -6,8 +6,15 @@
 #include <torch/csrc/jit/passes/constant_propagation.h>
 #include <torch/csrc/jit/passes/dead_code_elimination.h>
 #include <torch/csrc/jit/passes/decompose_ops.h>
+#include <torch/csrc/jit/passes/inline_autodiff_subgraphs.h>
 #include <torch/csrc/jit/passes/lower_tuples.h>
 #include <torch/csrc/jit/passes/peephole.h>
+#include <torch/csrc/jit/runtime/profiling_record.h>
+
+#include "rewriter/modules.h"
+#include "rewriter/rewrite/autodiff.h"
+#include "rewriter/rewrite/install.h"
+#include "rewriter/rewrite/observed.h"
 
 namespace tsmem {
 
@@ -69,13 +76,17 @@ struct Preoptimized {
 // What TorchScript does with a function's graph (preoptimizeGraph in torch/csrc/jit/api/function_impl.cpp): the code of
 // its callees, done with in the same way, is put in, and all of it is simplified. What there was to simplify decides
 // whether it then drops norms that nothing uses.
-Preoptimized preoptimized(const Graph& source, const BodyOf& body_of) {
-  std::map<const Node*, Preoptimized> callees;
-  const auto body = [&](const Node* call) -> std::shared_ptr<Graph> {
-    const auto known = callees.find(call);
-    if (known != callees.end()) return known->second.graph;
+Preoptimized preoptimized(const Graph& source, const BodyOf& body_of, std::map<const Graph*, Preoptimized>& callees) {
+  const auto of_call = [&](const Node* call) -> const Preoptimized* {
     const auto graph = body_of(call);
-    return graph ? callees.emplace(call, preoptimized(*graph, body_of)).first->second.graph : nullptr;
+    if (!graph) return nullptr;
+    auto known = callees.find(graph.get());
+    if (known == callees.end()) known = callees.emplace(graph.get(), preoptimized(*graph, body_of, callees)).first;
+    return &known->second;
+  };
+  const auto body = [&](const Node* call) {
+    const Preoptimized* of = of_call(call);
+    return of ? of->graph : nullptr;
   };
   Scopes scopes;
   const View view = copy_graph(
@@ -86,7 +97,7 @@ Preoptimized preoptimized(const Graph& source, const BodyOf& body_of) {
     Way& way = ways[n];
     way = {place.node};
     if (!place.scope) continue;
-    way = callees.at(place.scope->node).ways.at(place.node);
+    way = of_call(place.scope->node)->ways.at(place.node);
     way.push_back(place.scope->node);
   }
   std::shared_ptr<Graph> graph = view.graph;
@@ -98,10 +109,9 @@ Preoptimized preoptimized(const Graph& source, const BodyOf& body_of) {
 
 }  // namespace
 
-// The norms that are still there when the first call runs: after what the profiling executor does with a method's graph
-// (runProfilingInsensitiveOptimizations in torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
-static std::set<Way> run_by_torchscript(const Graph& source, const BodyOf& body_of) {
-  auto [graph, ways] = preoptimized(source, body_of);
+// What the profiling executor does with a method's graph before its first call (runProfilingInsensitiveOptimizations in
+// torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
+static void simplify_for_first_call(std::shared_ptr<Graph>& graph) {
   EliminateDeadCode(graph);
   DecomposeOps(graph);
   ConstantPropagation(graph);
@@ -111,20 +121,155 @@ static std::set<Way> run_by_torchscript(const Graph& source, const BodyOf& body_
   PeepholeOptimize(graph);
   EliminateDeadCode(graph);
   LowerSimpleTuples(graph);
+}
+
+// The norms that run in the first call.
+static std::set<Way> run_by_torchscript(const Graph& source, const BodyOf& body_of) {
+  std::map<const Graph*, Preoptimized> callees;
+  auto [graph, ways] = preoptimized(source, body_of, callees);
+  simplify_for_first_call(graph);
   std::set<Way> left;
   for (const Node* n : norms_of(*graph))
     if (const auto way = ways.find(n); way != ways.end()) left.insert(way->second);
   return left;
 }
 
-void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of) {
-  const auto unused = unused_norms(*body.graph);
-  if (unused.empty()) return;
-  const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
-  const Symbol keep = Symbol::fromQualString("tsmem::keep");
-  for (Node* n : unused)
-    if (!run_in_body.count({n}) && run.count(path_of(body.places.at(n))))
-      body.graph->create(keep, {n->output(), n->input(3)}, 0)->insertAfter(n);
+WayInMethod way_in_method(const Place& place) {
+  WayInMethod way = {place.node};
+  for (const Scope* s = place.scope; s && (s->branch >= 0 || s->node->kind() != prim::CallMethod); s = s->parent)
+    if (s->branch < 0) way.push_back(s->node);
+  return way;
+}
+
+static WayInMethod way_in_method(const Way& way) {
+  const auto end = std::find_if(way.begin(), way.end(), [](const Node* n) { return n->kind() == prim::CallMethod; });
+  return {way.begin(), end};
+}
+
+// Whether a path of calls leads from a graph to one with such a norm.
+static bool may_hold_norm(Block* block, std::map<const Graph*, bool>& known) {
+  for (Node* n : block->nodes()) {
+    if (updates_statistics(n)) return true;
+    for (Block* b : n->blocks())
+      if (may_hold_norm(b, known)) return true;
+    if (n->kind() != prim::CallMethod && n->kind() != prim::CallFunction) continue;
+    const auto graph = callee(n);
+    if (!graph) continue;
+    const auto [it, fresh] = known.try_emplace(graph.get(), false);
+    if (fresh) it->second = may_hold_norm(graph->block(), known);
+    if (known.at(graph.get())) return true;
+  }
+  return false;
+}
+
+// Tells each norm in the graphs that the passes make: a number as its eps.
+static double number(size_t i) { return 0.25 + static_cast<double>(i) * 0x1p-30; }
+constexpr size_t kEps = 7;
+
+// `group`: whose block it is; null: none.
+static void collect_numbers(Block* block, Node* group, std::set<double>& found) {
+  for (Node* n : block->nodes()) {
+    if (n->kind() == prim::DifferentiableGraph) collect_numbers(n->g(attr::Subgraph)->block(), n, found);
+    for (Block* b : n->blocks()) collect_numbers(b, group, found);
+    if (!updates_statistics(n)) continue;
+    Value* eps = n->input(kEps);
+    if (group && eps->node()->kind() == prim::Param) eps = group->input(eps->offset());
+    if (const auto value = toIValue(eps)) found.insert(value->toDouble());
+  }
+}
+
+// Of the norms of a graph that is ready for its first call, by number, those that run in later ones. What TorchScript
+// differentiates as one runs as a whole where some of it is of use. It groups a little less, as it knows the types.
+static std::set<size_t> run_in_later_calls(Graph& first) {
+  auto graph = first.copy();
+  const auto norms = norms_of(*graph);
+  for (size_t i = 0; i < norms.size(); ++i) {
+    WithInsertPoint here(norms[i]);
+    norms[i]->replaceInput(kEps, graph->insertConstant(number(i)));
+  }
+  graph = ProfilingRecord::instrumentGraph(graph)->graph();
+  ProfilingRecord::removeProfileCounter(graph->block());
+  differentiate(graph);
+  ProfilingRecord::removeProfilingNodes(graph->block());
+  InlineAutodiffSubgraphs(graph);
+  EliminateDeadCode(graph);
+  EliminateDeadCode(graph->block());  // drops norms too, and is part of most passes that find something to do
+  std::set<double> numbers;
+  collect_numbers(graph->block(), nullptr, numbers);
+  std::set<size_t> left;
+  for (size_t i = 0; i < norms.size(); ++i)
+    if (numbers.count(number(i))) left.insert(i);
+  return left;
+}
+
+std::set<WayInMethod> lasting_unused_norms(const Module& module) {
+  std::map<const Graph*, bool> with_norm;
+  std::map<const Graph*, Preoptimized> callees;
+  std::set<WayInMethod> lasting;
+  for (const ModuleClass& c : module_classes(module))
+    for (Function* f : c.type->methods()) {
+      const GraphFunction* function = graph_function(f);
+      if (!function || !may_hold_norm(function->graph()->block(), with_norm)) continue;
+      auto [graph, ways] = preoptimized(*function->graph(), callee, callees);
+      simplify_for_first_call(graph);
+      const auto observed = observed_values(*graph);
+      const auto norms = norms_of(*graph);
+      if (std::all_of(norms.begin(), norms.end(), [&](const Node* n) { return observed.count(n->output()); })) continue;
+      for (const size_t i : run_in_later_calls(*graph))
+        if (const auto way = ways.find(norms[i]); way != ways.end() && !observed.count(norms[i]->output()))
+          lasting.insert(way_in_method(way->second));
+    }
+  return lasting;
+}
+
+// Gives a norm a use that stays.
+static void keep(Node* norm) {
+  norm->owningGraph()
+      ->create(Symbol::fromQualString("tsmem::keep"), {norm->output(), norm->input(3)}, 0)
+      ->insertAfter(norm);
+}
+
+std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting) {
+  const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
+  const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
+  std::unordered_set<const Scope*> around;
+  bool any = false;
+  for (const auto& [n, place] : whole.places)
+    if (updates_statistics(n) && lasting.count(way_in_method(place))) {
+      any = true;
+      add_with_parents(place.scope, around);
+    }
+  if (!any) return std::nullopt;
+  View body = copy_graph(
+      source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
+  for (Node* n : norms_of(*body.graph))
+    if (lasting.count(way_in_method(body.places.at(n)))) keep(n);
+  return body;
+}
+
+void run_norms(const Module& module, const std::set<WayInMethod>& lasting) {
+  Scopes scopes;
+  for (const ModuleClass& c : module_classes(module))
+    for (Function* f : c.type->methods())
+      if (GraphFunction* function = graph_function(f))
+        if (const auto body = graph_that_keeps(*function->graph(), scopes, lasting)) {
+          replace_body(*function->graph(), *body->graph);
+          function->clear_optimized_graphs();
+        }
+}
+
+void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
+  std::set<Node*> kept;
+  for (Node* n : norms_of(*body.graph))
+    if (const auto place = body.places.find(n);
+        place != body.places.end() && lasting.count(way_in_method(place->second)))
+      kept.insert(n);
+  if (const auto unused = unused_norms(*body.graph); !unused.empty()) {
+    const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
+    for (Node* n : unused)
+      if (!run_in_body.count({n}) && run.count(path_of(body.places.at(n)))) kept.insert(n);
+  }
+  for (Node* n : kept) keep(n);
 }
 
 }  // namespace tsmem

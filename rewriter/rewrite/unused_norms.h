@@ -1,5 +1,14 @@
 // Norms whose result nothing uses, and which update their running statistics all the same.
+//
+// Eager PyTorch runs them. TorchScript drops them where it simplifies a graph, in some calls and not in others: what
+// else there is to simplify around them, and what it differentiates together with them, decides. A rewritten model runs
+// what its original runs.
 #pragma once
+#include <torch/csrc/jit/api/module.h>
+
+#include <set>
+#include <vector>
+
 #include "rewriter/rewrite/view.h"
 
 namespace tsmem {
@@ -7,9 +16,23 @@ namespace tsmem {
 // Whether n is a norm that updates running statistics, or may do so.
 bool updates_statistics(const torch::jit::Node* n);
 
-// Where TorchScript simplifies a graph it drops norms whose result nothing uses, and else it runs them. In `body`, a
-// copy of `source`, other things are simplified. Gives the norms that run in the first call of `source`, and would not
-// in that of `body`, a use that stays (tsmem::keep). `body_of`: what the calls in `body` run once all is installed.
-void keep_unused_norms(const torch::jit::Graph& source, View& body, const BodyOf& body_of);
+// A node, and the calls of functions around it within a method, from the inside.
+using WayInMethod = std::vector<const torch::jit::Node*>;
+WayInMethod way_in_method(const Place& place);
+
+// Those of all methods whose result changes nothing that a caller sees, and which TorchScript may run in every call all
+// the same. Some that a caller does see may be among them (observed.h), and some that it drops from the second call on:
+// eager PyTorch runs those too.
+std::set<WayInMethod> lasting_unused_norms(const torch::jit::Module& module);
+
+// Gives a use that stays (tsmem::keep) to these in `body`, a copy of `source`, and to those that run in the first call
+// of `source` and would not in that of `body`. `body_of`: what the calls in `body` run once all is installed.
+void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
+
+// A copy of a method's graph, in which each of `lasting` has such a use; nothing where there is none of them in it.
+std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting);
+
+// The same for all methods, in the module itself, which must not have run.
+void run_norms(const torch::jit::Module& module, const std::set<WayInMethod>& lasting);
 
 }  // namespace tsmem
