@@ -4,6 +4,7 @@
 // Computed as `act` (act.cpp) computes the activation, which rounds once where the formula rounds at every step.
 #include <ATen/autocast_mode.h>
 
+#include "activation.h"
 #include "common.h"
 #include "registration.h"
 
@@ -16,7 +17,7 @@ struct Formula {
   const char* name;                        // in the schema
   const char* act;                         // of act_table.h
   bool cast_on_cuda;                       // has an operator that CUDA's autocast runs in float32
-  bool product_last;                       // as programs spell it, x is multiplied by a function of it at the end
+  bool half_within;                        // TorchScript's autocast leaves its other factor in half precision
   Tensor (*spelled_out)(const Tensor& x);  // for what `act` does not take
 };
 
@@ -28,8 +29,8 @@ Tensor gelu_tanh(const Tensor& x) {
 
 constexpr Formula kFormulas[] = {
     {"silu", "silu", false, true, [](const Tensor& x) { return x * at::sigmoid(x); }},
-    {"hardswish", "hardswish", false, true, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
-    {"mish", "mish", true, true, [](const Tensor& x) { return x * at::tanh(at::softplus(x)); }},
+    {"hardswish", "hardswish", false, false, [](const Tensor& x) { return x * at::relu6(x + 3) / 6; }},
+    {"mish", "mish", true, false, [](const Tensor& x) { return x * at::tanh(at::softplus(x)); }},
     {"gelu", "gelu", false, false, [](const Tensor& x) { return 0.5 * x * (1 + at::erf(x / std::sqrt(2.0))); }},
     {"gelu_tanh", "gelu_tanh", false, false, gelu_tanh<false>},
     {"gelu_tanh_pow", "gelu_tanh", true, false, gelu_tanh<true>},
@@ -41,8 +42,9 @@ const Formula& formula(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "tsmem: no formula is named '", name, "'");
 }
 
-// in_place: of the product that comes last (InPlace). TorchScript's autocast leaves the operands of one that overwrites
-// alone, where x times a function of x alone is float32 else.
+// in_place: whether the original's result is x, overwritten (kFirst), a value in between, overwritten (kSecond), or a
+// new one (kNew). TorchScript's autocast makes every new product float32, and leaves the dtype of what is overwritten
+// alone.
 Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute, int64_t in_place) {
   static const auto act = c10::Dispatcher::singleton()
                               .findSchemaOrThrow("tsmem::act", "")
@@ -51,7 +53,8 @@ Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute
   if (!plain(self)) return f.spelled_out(self);
   const bool cast =
       f.cast_on_cuda && self.is_cuda() && low_precision(self) && at::autocast::is_autocast_enabled(at::kCUDA);
-  const bool as_is = f.product_last && !makes_new(in_place);
+  const bool as_is = in_place == kFirst || (in_place == kSecond && f.half_within);
+  if (as_is && autocast_casts(self, parse_act(f.act, {}))) return f.spelled_out(self);  // `act` would make it float32
   return act.call(cast ? self.to(at::kFloat) : as_is ? self : as_scripted(self), f.act, {}, recompute, false);
 }
 

@@ -145,7 +145,66 @@ class SpelledOutGeluInPlace(Layers):
         return y.mul(0.5).mul_(torch.erf(y / 1.4142135623730951) + 1)
 
 
-PROGRAMS = [SpelledOut, SpelledOutInPlace, SpelledOutGelu, SpelledOutGeluInPlace, Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
+class SpelledOutHardswish(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return (y * F.relu6(y + 3)).mul_(0.16666666666666666)
+
+
+class SpelledOutHardswishOfASixth(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return (y / 6).mul_(F.relu6(y + 3))
+
+
+class SpelledOutHardswishInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        y *= F.relu6(y + 3)
+        return y / 6
+
+
+class SpelledOutMishInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        y *= torch.tanh(F.softplus(y))
+        return y
+
+
+class SpelledOutGeluHalvedInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return (y * (torch.erf(y / 1.4142135623730951) + 1)).mul_(0.5)
+
+
+class SpelledOutSiluOfTheOther(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.sigmoid(y).mul_(y)
+
+
+class SpelledOutMishOfTheOther(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return torch.tanh(F.softplus(y)).mul_(y)
+
+
+class SpelledOutHardswishAllInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        return y.mul_(F.relu6(y + 3)).div_(6)
+
+
+class SpelledOutGeluAllInPlace(Layers):
+    def forward(self, x):
+        y = self.conv(x)
+        t = torch.erf(y / 1.4142135623730951) + 1
+        return y.mul_(0.5).mul_(t)
+
+
+OVERWRITE_WHAT_BACKWARD_NEEDS = {"SpelledOutSiluOfTheOther", "SpelledOutMishOfTheOther"}
+SPELLED_OUT = [SpelledOutSiluOfTheOther, SpelledOutMishOfTheOther, SpelledOutHardswishAllInPlace, SpelledOutGeluAllInPlace, SpelledOut, SpelledOutInPlace, SpelledOutHardswish, SpelledOutHardswishOfASixth, SpelledOutHardswishInPlace, SpelledOutMishInPlace, SpelledOutGelu, SpelledOutGeluInPlace, SpelledOutGeluHalvedInPlace]
+PROGRAMS = [*SPELLED_OUT, Convolution, Transposed, Linear, Sum, SumInPlace, SumWithFloat, FloatIntoHalf, Product, SqueezeExcite, Residual, ResidualInPlace,
             NormThenGelu, NormThenRelu, LayerNorm, GroupNorm, InstanceNorm, Softplus, Products]
 
 
@@ -192,6 +251,8 @@ def test_dtypes_of_the_original(files, level):
             true = c(x.double())
             error, allowed = (z.double() - true).norm(), (y.double() - true).norm()
             assert error <= 2 * allowed + 1e-3 * true.norm(), program
+            if program in OVERWRITE_WHAT_BACKWARD_NEEDS:
+                continue
             for m, out in ((a, y), (b, z)):
                 m.zero_grad()
                 out.float().square().sum().backward()

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/jit/ir/constants.h>
 
+#include "ops/common.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/rewrite/apply.h"
 #include "rewriter/rewrite/legality.h"
@@ -219,6 +220,17 @@ class Matcher {
     return false;
   }
 
+  // Where one op stands for several: whose memory its result is in.
+  static int64_t memory_of_result(const Attempt& a) {
+    for (size_t i = a.nodes.size() - 1; a.ops[i].in_place;) {
+      const auto overwritten = std::find(a.nodes.begin(), a.nodes.end(), a.nodes[i]->input(0)->node());
+      if (overwritten == a.nodes.end()) return kFirst;
+      i = overwritten - a.nodes.begin();
+      if (!a.ops[i].in_place) return kSecond;
+    }
+    return kNew;
+  }
+
   void accept(const CompiledRule& rule, const Attempt& a) {
     Found found{rule.pattern, rule.rule, {}, a.values, "", {}, nullptr};
     for (size_t i = 0; i < a.nodes.size(); ++i) {
@@ -239,6 +251,7 @@ class Matcher {
       found.nodes.push_back(view_.places.at(a.nodes[i]));
       found.scope = i == 0 ? found.nodes[0].scope : common_scope(found.scope, found.nodes[i].scope);
     }
+    if (rewrite_lines(rule.rule->rewrite).front().op == "tsmem::composed_act") found.in_place = memory_of_result(a);
     for (const auto& [name, v] : a.bound) {
       auto place = view_.places.find(v->node());
       const bool inner = std::find(a.nodes.begin(), a.nodes.end(), v->node()) != a.nodes.end();
