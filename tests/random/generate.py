@@ -291,11 +291,12 @@ def norm(w, v: str) -> str:
                      f"nn.LayerNorm({wd})", f"nn.LayerNorm([{c}, {h}, {wd}])", f"nn.LayerNorm({wd}, elementwise_affine=False)", f"nn.LocalResponseNorm(2)")
         return f"{module(w, 'norm', make)}({v})"
     if k < 0.85:
-        mean, var = (module(w, "buf", f"nn.Buffer(torch.{x}({c}))") for x in ("zeros", "ones"))
+        # A norm in evaluation shares its statistics with none in training: of one whose statistics change before backward PyTorch's gradient is wrong (docs/troubleshooting.md).
+        training = w.one("self.training", "True", "False")
+        mean, var = (module(w, "buf", f"nn.Buffer(torch.{x}({c}))" + {"self.training": "", "True": "  # in training", "False": "  # in evaluation"}[training]) for x in ("zeros", "ones"))
         g, b = (parameter(w, (c,)) for _ in range(2))
-        return w.one(f"F.batch_norm({v}, {mean}, {var}, {g}, {b}, self.training)", f"F.batch_norm({v}, {mean}, {var}, None, None, True, 0.2)", f"F.batch_norm({v}, None, None, {g}, {b}, True)",
-                     f"torch.batch_norm({v}, {g}, {b}, {mean}, {var}, self.training, 0.1, 1e-5, False)", f"F.batch_norm({v}, {mean}, {var}, training=False)", f"F.instance_norm({v})",
-                     f"F.batch_norm({v}, {mean}, {var}, {g}, {b}, self.training) * 0.5")
+        return w.one(f"F.batch_norm({v}, {mean}, {var}, {g}, {b}, {training})", f"F.batch_norm({v}, {mean}, {var}, None, None, {training}, 0.2)", f"F.batch_norm({v}, None, None, {g}, {b}, True)",
+                     f"torch.batch_norm({v}, {g}, {b}, {mean}, {var}, {training}, 0.1, 1e-5, False)", f"F.instance_norm({v})", f"F.batch_norm({v}, {mean}, {var}, {g}, {b}, {training}) * 0.5")
     if k < 0.93:
         return w.one(f"F.layer_norm({v}, [{wd}])", f"F.group_norm({v}, 2)", f"F.layer_norm({v}, [{h}, {wd}], {parameter(w, (h, wd))})", f"F.instance_norm({v}, use_input_stats=True)")
     make = f"nn.LayerNorm({c})"
