@@ -3,6 +3,7 @@ import fcntl
 import os
 import pathlib
 import pickle
+import pickletools
 import resource
 import signal
 import struct
@@ -325,6 +326,42 @@ def test_a_chain_of_twenty_thousand_operators_that_are_used(tmp_path, model):
 def test_garbage_for_places_in_the_source(tmp_path, model):
     bad = with_record(model, tmp_path / "bad.pt", ".debug_pkl", lambda d: b"garbage")
     fails(3, "rewrite", bad, "-o", tmp_path / "out.pt", says=["damaged", "debug_pkl"])
+
+
+def without_ends_of_lines(data):
+    """Places in the source whose lines have lost their ends, but for an empty one behind them, at which PyTorch's printer fails an assertion."""
+    out, begin = [], 0
+    for opcode, argument, at in [*pickletools.genops(data), (None, None, len(data))]:
+        if begin < at and previous.name == "BINUNICODE" and text.endswith("\n"):
+            line = text.rstrip("\n").encode()
+            out.append(b"X" + struct.pack("<I", len(line)) + line)
+        else:
+            out.append(data[begin:at])
+        previous, text, begin = opcode, argument, at
+    return b"".join(out)
+
+
+def test_places_in_a_source_without_ends_of_lines(tmp_path, model):
+    bad = with_record(model, tmp_path / "bad.pt", ".debug_pkl", without_ends_of_lines)
+    fails(3, "rewrite", bad, "-o", tmp_path / "out.pt", says=["damaged", "debug_pkl"])
+
+
+def test_sparse_tensor_whose_indices_reach_beyond_it(tmp_path):
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+        def forward(self, x):
+            return torch.relu(x) + self.sparse.to_dense()
+
+    torch.jit.script(Sparse()).save(str(tmp_path / "good.pt"))
+    contents = mutate.records(tmp_path / "good.pt")
+    name = next(n for n in contents if "/data/" in n and len(contents[n]) == 48)  # the indices
+    contents[name] = struct.pack("<6q", 0, 1, 2**40, 0, 1, 2)
+    (tmp_path / "bad.pt").write_bytes(mutate.archive(contents))
+    assert run("rewrite", tmp_path / "good.pt", "-o", tmp_path / "good-out.pt").returncode == 0
+    fails(3, "rewrite", tmp_path / "bad.pt", "-o", tmp_path / "out.pt", says=["damaged", "sparse"])
 
 
 def test_a_record_that_grows_a_thousandfold(tmp_path, model):

@@ -149,12 +149,18 @@ void check_module(const std::string& path, const Module& module) {
     return Error(ErrorKind::input, "'" + path + "' has " + what + " in " + name_of(type) +
                                        ": names that begin with _tsmem_ are reserved for what tsmem adds; rename it.");
   };
-  // LibTorch makes a tensor with any zero point or without a quantizer, and says what is wrong when it is used.
-  const auto check_quantized = [&](const c10::IValue& value, const std::string& name) {
-    for (const auto& t : all_tensors(value))
-      if (t.is_quantized() && !t.is_meta())
+  // LibTorch makes a tensor with any zero point, without a quantizer, or of any indices, and says what is wrong, or
+  // reads elsewhere, when it is used.
+  const auto check_values = [&](const c10::IValue& value, const std::string& name) {
+    for (const auto& t : all_tensors(value)) {
+      if (t.is_meta()) continue;
+      if (t.is_quantized())
         on_users_values("'" + path + "' is damaged: the quantized tensor '" + name + "' has no values",
                         [&] { t.dequantize(); });
+      else if (t.is_sparse())
+        on_users_values("'" + path + "' is damaged: the sparse tensor '" + name + "' has indices that it can't have",
+                        [&] { at::_validate_sparse_coo_tensor_args(t._indices(), t._values(), t.sizes()); });
+    }
   };
   std::unordered_set<const void*> objects;
   std::unordered_set<const c10::ClassType*> classes;
@@ -174,7 +180,7 @@ void check_module(const std::string& path, const Module& module) {
       if (value.isModule())
         todo.emplace_back(value.toObject());
       else
-        check_quantized(value, type->getAttributeName(i));
+        check_values(value, type->getAttributeName(i));
     }
     if (!classes.insert(type.get()).second) continue;
     for (size_t i = 0; i < type->numAttributes(); ++i)

@@ -507,17 +507,20 @@ struct Walker {
       if (size < 0) {
         size = 0;
         if (texts && !texts->empty()) {
-          const auto text_size = [&](const Value& number) {
+          const auto text = [&](const Value& number) {
             const int64_t i = integer(number);
             if (i < 0 || i >= static_cast<int64_t>(texts->size())) inconsistent();
-            return static_cast<int64_t>((*texts)[static_cast<size_t>(i)].at);
+            return string((*texts)[static_cast<size_t>(i)]);
           };
-          int64_t last = 1;
+          // Only what follows the last line's end is empty: PyTorch looks for ends of lines in all else.
+          std::optional<std::string_view> before;
           for (const Value& line : items_of(item(source, 0))) {
-            if (last == 0) inconsistent();  // only what follows the last line's end is empty
-            size += last = text_size(line);
+            const std::string_view one = text(line);
+            if (before && (before->empty() || (one.empty() && before->back() != '\n'))) inconsistent();
+            size += static_cast<int64_t>(one.size());
+            before = one;
           }
-          text_size(item(source, 1));
+          text(item(source, 1));
         } else {
           size = static_cast<int64_t>(string(item(source, 0)).size());
         }
