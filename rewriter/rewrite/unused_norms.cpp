@@ -6,14 +6,15 @@
 #include <torch/csrc/jit/passes/constant_propagation.h>
 #include <torch/csrc/jit/passes/dead_code_elimination.h>
 #include <torch/csrc/jit/passes/decompose_ops.h>
-#include <torch/csrc/jit/passes/inline_autodiff_subgraphs.h>
+#include <torch/csrc/jit/passes/loop_unrolling.h>
 #include <torch/csrc/jit/passes/lower_tuples.h>
 #include <torch/csrc/jit/passes/peephole.h>
+#include <torch/csrc/jit/passes/remove_expands.h>
+#include <torch/csrc/jit/passes/remove_mutation.h>
 #include <torch/csrc/jit/runtime/profiling_record.h>
 
 #include "rewriter/modules.h"
 #include "rewriter/rewrite/autodiff.h"
-#include "rewriter/rewrite/install.h"
 #include "rewriter/rewrite/observed.h"
 
 namespace tsmem {
@@ -178,8 +179,27 @@ static void collect_numbers(Block* block, Node* group, std::set<double>& found) 
   }
 }
 
+// What the profiling executor does before it differentiates (runPreAutodiffPassPipeline in the same file). Those of the
+// passes that find something to do drop norms that nothing uses.
+static void simplify_for_differentiation(std::shared_ptr<Graph>& graph) {
+  RemoveExpands(graph);
+  EliminateDeadCode(graph);
+  PeepholeOptimize(graph);
+  ConstantPropagation(graph);
+  EliminateDeadCode(graph);
+  EliminateCommonSubexpression(graph);
+  PeepholeOptimize(graph);
+  ConstantPropagation(graph);
+  ConstantPooling(graph);
+  UnrollLoops(graph);
+  RemoveListMutation(graph);
+  PeepholeOptimize(graph);
+  ConstantPropagation(graph);
+  EliminateCommonSubexpression(graph);
+}
+
 // Of the norms of a graph that is ready for its first call, by number, those that run in later ones. What TorchScript
-// differentiates as one runs as a whole where some of it is of use. It groups a little less, as it knows the types.
+// differentiates as one runs as a whole where some of it is of use.
 static std::set<size_t> run_in_later_calls(Graph& first) {
   auto graph = first.copy();
   const auto norms = norms_of(*graph);
@@ -189,11 +209,10 @@ static std::set<size_t> run_in_later_calls(Graph& first) {
   }
   graph = ProfilingRecord::instrumentGraph(graph)->graph();
   ProfilingRecord::removeProfileCounter(graph->block());
+  simplify_for_differentiation(graph);
   differentiate(graph);
   ProfilingRecord::removeProfilingNodes(graph->block());
-  InlineAutodiffSubgraphs(graph);
   EliminateDeadCode(graph);
-  EliminateDeadCode(graph->block());  // drops norms too, and is part of most passes that find something to do
   std::set<double> numbers;
   collect_numbers(graph->block(), nullptr, numbers);
   std::set<size_t> left;
@@ -245,17 +264,6 @@ std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const 
   for (Node* n : norms_of(*body.graph))
     if (lasting.count(way_in_method(body.places.at(n)))) keep(n);
   return body;
-}
-
-void run_norms(const Module& module, const std::set<WayInMethod>& lasting) {
-  Scopes scopes;
-  for (const ModuleClass& c : module_classes(module))
-    for (Function* f : c.type->methods())
-      if (GraphFunction* function = graph_function(f))
-        if (const auto body = graph_that_keeps(*function->graph(), scopes, lasting)) {
-          replace_body(*function->graph(), *body->graph);
-          function->clear_optimized_graphs();
-        }
 }
 
 void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {

@@ -20,9 +20,8 @@ bool updates_statistics(const torch::jit::Node* n);
 using WayInMethod = std::vector<const torch::jit::Node*>;
 WayInMethod way_in_method(const Place& place);
 
-// Those of all methods whose result changes nothing that a caller sees, and which TorchScript may run in every call all
-// the same. Some that a caller does see may be among them (observed.h), and some that it drops from the second call on:
-// eager PyTorch runs those too.
+// Those of all methods whose result changes nothing that a caller sees, and which TorchScript runs in every call all
+// the same. Some that a caller does see may be among them (observed.h).
 std::set<WayInMethod> lasting_unused_norms(const torch::jit::Module& module);
 
 // Gives a use that stays (tsmem::keep) to these in `body`, a copy of `source`, and to those that run in the first call
@@ -31,8 +30,5 @@ void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, c
 
 // A copy of a method's graph, in which each of `lasting` has such a use; nothing where there is none of them in it.
 std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting);
-
-// The same for all methods, in the module itself, which must not have run.
-void run_norms(const torch::jit::Module& module, const std::set<WayInMethod>& lasting);
 
 }  // namespace tsmem

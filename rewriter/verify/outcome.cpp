@@ -13,7 +13,6 @@
 #include "rewriter/error.h"
 #include "rewriter/measure/inputs.h"
 #include "rewriter/rewrite/added_names.h"
-#include "rewriter/rewrite/unused_norms.h"
 
 namespace tsmem {
 
@@ -37,14 +36,12 @@ Copier::Copier(const Module& m, const std::string& device) : module_(m), device_
       left_out_.insert(p.name);
     }
   Module(m._ivalue()->deepcopy(replaced)).save(bytes_);
-  drops_norms_ = !lasting_unused_norms(m).empty();
 }
 
 Module Copier::operator()(const Module* values) {
   bytes_.clear();
   bytes_.seekg(0);
   Module copy = torch::jit::load(bytes_, device_);
-  if (drops_norms_) run_norms(copy, lasting_unused_norms(copy));
   const auto tensors = [](const Module& m) {
     std::map<std::string, at::Tensor> found;
     for (const auto& p : m.named_parameters()) found.emplace(p.name, p.value.detach());

@@ -11,8 +11,7 @@
 namespace tsmem {
 
 // Makes copies that share no compiled code with the module: the first call is a first call. Parameters are most of a
-// large model, and few models overwrite them: they are not written and read again, and may be shared. In the copies
-// norms run in every call that TorchScript may drop in later ones (rewrite/unused_norms.h).
+// large model, and few models overwrite them: they are not written and read again, and may be shared.
 class Copier {
  public:
   Copier(const torch::jit::Module& m, const std::string& device);
@@ -26,7 +25,6 @@ class Copier {
   const c10::Device device_;
   std::set<std::string> left_out_;  // parameters that are not in bytes_
   std::stringstream bytes_;
-  bool drops_norms_ = false;
 };
 
 // A run has overwritten a parameter that it may share with other copies.
