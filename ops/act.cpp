@@ -28,10 +28,12 @@ std::tuple<Tensor, Tensor> act_mask(const Tensor& x, const Act& act) {
 }
 
 Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, const Act& act, at::IntArrayRef strides) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_act_mask_backward", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef)>();
-  return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides);
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tsmem::_act_mask_backward", "")
+          .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef, const OptTensor&)>();
+  const OptTensor own = only_ours(grad) ? OptTensor(grad) : OptTensor();  // takes the result
+  return op.call(grad, mask, static_cast<int64_t>(act.kind), act.a, act.b, strides, own);
 }
 
 // The strides of a new result of PyTorch's operator: x's, but those of a new tensor where dimensions of one element
@@ -187,7 +189,9 @@ void register_act(torch::Library& m) {
   m.def("act(Tensor self, str act, float[] act_args, int recompute=0, bool act_in_place=False) -> Tensor",
         TORCH_FN(act));
   m.def("_act_mask(Tensor x, int kind, float a, float b) -> (Tensor, Tensor)");
-  m.def("_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides) -> Tensor");
+  m.def(
+      "_act_mask_backward(Tensor grad, Tensor mask, int kind, float a, float b, int[] strides, "
+      "Tensor(a!)? out=None) -> Tensor");
   m.def("_smooth_act(Tensor x, int kind, float a, float b, float c) -> Tensor");
   m.def("_smooth_act_backward(Tensor grad, Tensor x, int kind, float a, float b, float c, Tensor(a!)? out) -> Tensor");
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/runtime/interpreter.h>
 
 #include "common.h"
+#include "conv_slabs.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -86,6 +87,11 @@ int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& arg
                                                  args.transposed, args.output_padding, args.groups));
 }
 
+// Whether it may be cut into slabs.
+bool slabs_fit(const ConvArgs& args) { return !args.transposed && args.groups == 1 && args.pad_after.empty(); }
+
+ConvWindow window_of(const ConvArgs& args) { return {args.stride, args.padding, args.dilation}; }
+
 struct Conv : torch::autograd::Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const ConvArgs& args, const Forward& stock) {
@@ -116,7 +122,10 @@ struct Conv : torch::autograd::Function<Conv> {
                            const Forward& stock) {
     const bool cut = copied(input) && copied(weight) && input.dim() >= 3;
     const int64_t parts = cut ? parts_of(input.sizes(), out_numel(input, weight, args), weight) : 1;
-    if (parts <= 1) return stock(input, weight, bias);
+    if (parts <= 1) {
+      const int64_t slabs = cut && slabs_fit(args) ? conv_slabs(input, weight, window_of(args)) : 1;
+      return slabs <= 1 ? stock(input, weight, bias) : conv_by_slabs(input, weight, bias, window_of(args), slabs);
+    }
     return by_parts(input, parts, [&](const Tensor& x) { return stock(x, weight, bias); });
   }
 
@@ -160,7 +169,20 @@ struct Conv : torch::autograd::Function<Conv> {
     // Differentiable as a whole only.
     const bool cut = !at::GradMode::is_enabled() && data["copied"].toBool() && copied(grad);
     const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
+    const bool slabs_fit =
+        cut && parts <= 1 && !data["transposed"].toBool() && data["groups"].toInt() == 1 && pad_after.empty();
     const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
+      if (slabs_fit) {
+        const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
+        const ConvWindow window{stride, padding, dilation};
+        const Tensor x = input.defined() ? input : shape_of(sizes, strides, grad.options());
+        if (const int64_t slabs = conv_slabs(x, weight, window); slabs > 1) {
+          const auto g = conv_backward_by_slabs(
+              grad, x, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), window, mask,
+              slabs);
+          return std::vector<Tensor>(g.begin(), g.end());
+        }
+      }
       if (parts <= 1) return run_part(grad, input, mask);
       std::vector<Tensor> sum(3);
       for_parts(grad.size(0), parts, [&](int64_t first, int64_t count) {
@@ -207,6 +229,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const Tensor& per_weight = args.transposed ? input : out;  // each of its elements meets one filter
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
+  const FirstLayer offered = as_first_layer(recompute, out, input, flops);
   // The bias as autocast casts it is nobody's but ours.
   const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
   offer(
@@ -225,7 +248,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
                                                          args.transposed, args.output_padding, args.groups);
                                 });
       },
-      recompute, Pieces::no, flops);
+      offered.recompute, Pieces::no, offered.flops);
   return batched ? out : out.squeeze(0);
 }
 

@@ -60,11 +60,12 @@ Tensor pack_positive(const Tensor& x) {
 
 Tensor unpack_positive(const Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides,
                        const at::TensorOptions& options) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("tsmem::_act_mask_backward", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef)>();
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tsmem::_act_mask_backward", "")
+          .typed<Tensor(const Tensor&, const Tensor&, int64_t, double, double, at::IntArrayRef, const OptTensor&)>();
   const Tensor ones = at::empty_strided(sizes, strides, options).fill_(1);
-  return op.call(ones, bits, static_cast<int64_t>(ActKind::relu), 0, 0, strides);
+  return op.call(ones, bits, static_cast<int64_t>(ActKind::relu), 0, 0, strides, ones);
 }
 
 }  // namespace tsmem

@@ -65,12 +65,14 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
                     input.numel() > 0 && weight.numel() > 0;
   if (!ours) return at::linear(input, weight, bias);
   const Tensor out = Linear::apply(input, weight, b);
+  const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1));
+  const FirstLayer offered = as_first_layer(recompute, out, input, flops);
   offer(
       out, {input, weight, value_or_undefined(b)},
       [](std::vector<Tensor>& from, const std::vector<bool>&) {
         return linear_of_rows(from[0], from[1], optional(from[2]));
       },
-      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1)));
+      offered.recompute, Pieces::no, offered.flops);
   return out;
 }
 

@@ -32,8 +32,10 @@ bool when_pass_ends(std::function<void()> f) {
 
 constexpr size_t kSmall = 4096;  // bytes that are not worth a kernel call
 
-// A source that is this many times smaller than an output is kept rather than recomputed, and held by the output.
+// A source that is this many times smaller than an output is kept rather than recomputed.
 constexpr size_t kMuchSmaller = 16;
+// One that is this many times smaller is held by the output, where nobody else may keep it (what is interpolated).
+constexpr size_t kSmaller = 4;
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
            Pieces pieces, double flops, Rows rows) {
@@ -67,14 +69,14 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
-          if (l.defined() && kMuchSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
+          if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
-        if ((pieces == Pieces::yes || little) && !kept) held.push_back(t);
+        if ((pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output)) && !kept) held.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));
@@ -84,6 +86,13 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     k.version = output._version();
   });
   hold(output, std::move(held));
+}
+
+FirstLayer as_first_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, double flops) {
+  if (recompute.how != Recompute::first_layer) return {recompute, flops};
+  constexpr double kFew = 100;  // operations an element: about what is recomputed elsewhere takes
+  const bool cheap = input.is_leaf() && flops <= kFew * static_cast<double>(output.numel());
+  return {cheap ? Recompute::shared : Recompute::off, 0};
 }
 
 bool costs_nothing(const Tensor& t) {

@@ -7,36 +7,39 @@ namespace tsmem {
 
 // off: the output is kept, and the op may leave its work to PyTorch's. keep: it is kept by the op, which may recompute
 // its input. shared: it is recomputed once for users that follow one another closely in backward. each_time: it is
-// recomputed by each of its users.
-enum class Recompute { off, keep, shared, each_time };
+// recomputed by each of its users. first_layer, of convolutions and linear layers: as shared where that is cheap, as a
+// network's first layer of few channels is, else off.
+enum class Recompute { off, keep, shared, each_time, first_layer };
 
 struct RecomputeArgument {
   Recompute how = Recompute::off;
   int64_t site = -1;  // by which a planner tells the ops of a model apart while it tries choices; -1: none
 
   constexpr RecomputeArgument(Recompute how, int64_t site = -1) : how(how), site(site) {}
-  // The schema's int becomes one wherever it is handed on: off, keep and shared are 0, -1 and 1; a site is counted from
-  // 2 on, negative where it is kept.
+  // The schema's int becomes one wherever it is handed on: off, keep, shared, each_time and first_layer are 0, -1, 1, 2
+  // and 3; a site that is recomputed is counted from 4 on, one that is kept from -2 down.
   constexpr RecomputeArgument(int64_t argument)
       : how(argument == 0   ? Recompute::off
             : argument < 0  ? Recompute::keep
             : argument == 1 ? Recompute::shared
+            : argument == 3 ? Recompute::first_layer
                             : Recompute::each_time),
-        site(argument > 1    ? argument - 2
+        site(argument > 3    ? argument - 4
              : argument < -1 ? -argument - 2
                              : -1) {}
 
   constexpr int64_t argument() const {
-    const int64_t counted = site < 0 ? 0 : site;
     switch (how) {
       case Recompute::off:
         return 0;
       case Recompute::keep:
-        return site < 0 ? -1 : -2 - counted;
+        return site < 0 ? -1 : -2 - site;
       case Recompute::shared:
         return 1;
       case Recompute::each_time:
-        return 2 + counted;
+        return site < 0 ? 2 : 4 + site;
+      case Recompute::first_layer:
+        return 3;
     }
     return 0;
   }

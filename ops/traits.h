@@ -8,24 +8,25 @@ namespace tsmem {
 struct OperatorTraits {
   std::string_view name;      // qualified; for all overloads
   bool expensive = false;     // a product of matrices or a convolution: computing it again takes much time
+  bool first_layer = false;   // but little for a network's first layer, where that has few channels
   bool calls_method = false;  // only calls a method of a module, in which the operators are
 };
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
-    {.name = "tsmem::_convolution", .expensive = true},
+    {.name = "tsmem::_convolution", .expensive = true, .first_layer = true},
     {.name = "tsmem::addmm", .expensive = true},
     {.name = "tsmem::autocast", .calls_method = true},
     {.name = "tsmem::baddbmm", .expensive = true},
     {.name = "tsmem::bmm", .expensive = true},
     {.name = "tsmem::checkpoint", .calls_method = true},
-    {.name = "tsmem::conv1d", .expensive = true},
-    {.name = "tsmem::conv2d", .expensive = true},
-    {.name = "tsmem::conv3d", .expensive = true},
+    {.name = "tsmem::conv1d", .expensive = true, .first_layer = true},
+    {.name = "tsmem::conv2d", .expensive = true, .first_layer = true},
+    {.name = "tsmem::conv3d", .expensive = true, .first_layer = true},
     {.name = "tsmem::conv_batch_norm_act", .expensive = true},
-    {.name = "tsmem::conv_transpose1d", .expensive = true},
-    {.name = "tsmem::conv_transpose2d", .expensive = true},
-    {.name = "tsmem::conv_transpose3d", .expensive = true},
-    {.name = "tsmem::linear", .expensive = true},
+    {.name = "tsmem::conv_transpose1d", .expensive = true, .first_layer = true},
+    {.name = "tsmem::conv_transpose2d", .expensive = true, .first_layer = true},
+    {.name = "tsmem::conv_transpose3d", .expensive = true, .first_layer = true},
+    {.name = "tsmem::linear", .expensive = true, .first_layer = true},
     {.name = "tsmem::matmul", .expensive = true},
     {.name = "tsmem::mm", .expensive = true},
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true},

@@ -889,6 +889,39 @@ TEST(Regions, AttentionAndItsCopies) {
     EXPECT_EQ(std::count(without.begin(), without.end(), name), 0);
 }
 
+TEST(Regions, ACopyOfWhatRunsAgain) {
+  Module m = net(R"(
+    def forward(self, x):
+        y = torch.cat([self.conv.forward(x), x], 1)
+        return torch.conv2d(y.contiguous(), torch.ones([2, y.size(1), 1, 1]), None)
+  )");
+  Module original = reload(m);
+  EXPECT_TRUE(matched(rewrite(m, regions()), "copies"));
+  expect_same_numbers(original, m, image());
+}
+
+TEST(Regions, DoesNotTakeACopyOfWhatIsNotMadeAgain) {
+  Module m = net("def forward(self, x):\n    return self.conv.forward(self.conv.forward(x).contiguous())\n");
+  EXPECT_EQ(names(rewrite(m, regions())), (V{"conv", "conv"}));
+}
+
+TEST(Regions, LayersMayRunAgainWhereTheyAreFirst) {
+  const std::string body = "def forward(self, x):\n    return torch.relu(self.conv.forward(x))\n";
+  Module m = net(body);
+  rewrite(m, regions());
+  std::string text = graph(m);
+  const auto last = [&] {
+    const size_t call = text.find("tsmem::conv2d("), end = text.find(')', call), comma = text.rfind(',', end);
+    const std::string name = text.substr(comma + 2, end - comma - 2);
+    return text.find(name + " : int = prim::Constant[value=3]") != std::string::npos;
+  };
+  EXPECT_TRUE(last()) << text;
+  m = net(body);
+  rewrite(m, {});  // level ops
+  text = graph(m);
+  EXPECT_FALSE(last()) << text;
+}
+
 TEST(Regions, ASumOfNormsOfInstancesIsMadeAgain) {
   Module m = net(R"(
     def forward(self, x):

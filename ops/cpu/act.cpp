@@ -40,10 +40,11 @@ std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a,
   return {y, mask};
 }
 
+// own: memory that may take the result, which is grad's.
 Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
-                             at::IntArrayRef strides) {
+                             at::IntArrayRef strides, const OptTensor& own) {
   const Tensor dense = in_layout(grad, grad.sizes(), strides);
-  Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
+  Tensor out = own && dense.is_same(grad) ? *own : at::empty_strided(grad.sizes(), strides, grad.options());
   const Act act = act_of(kind, a, b);
   const auto* from = static_cast<const char*>(dense.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());

@@ -1,4 +1,5 @@
 // tsmem::_act_mask and _act_mask_backward on a CUDA device.
+#include "common.h"
 #include "cuda/device.h"
 #include "cuda/mask.h"
 #include "cuda/raw_ops.h"
@@ -28,10 +29,10 @@ std::tuple<Tensor, Tensor> act_mask(const Tensor& x, int64_t kind, double a, dou
 }
 
 Tensor act_mask_backward(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
-                         at::IntArrayRef strides) {
+                         at::IntArrayRef strides, const OptTensor& own) {
   const OnDevice on(grad);
   const Tensor dense = in_layout(grad, strides);
-  Tensor out = at::empty_strided(grad.sizes(), strides, grad.options());
+  Tensor out = own && dense.is_same(grad) ? *own : at::empty_strided(grad.sizes(), strides, grad.options());
   mask_apply(cpu_dtype(grad.scalar_type()), act_of(kind, a, b), read(dense), mask.const_data_ptr<uint8_t>(), write(out),
              grad.numel(), aligned({dense, out}), on.stream);
   return out;

@@ -12,7 +12,8 @@ std::tuple<Tensor, Tensor> act_mask_meta(const Tensor& x, int64_t, double, doubl
   return {at::empty_like(x), at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte))};
 }
 
-Tensor act_mask_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, at::IntArrayRef strides) {
+Tensor act_mask_backward_meta(const Tensor& grad, const Tensor&, int64_t, double, double, at::IntArrayRef strides,
+                              const OptTensor&) {
   return at::empty_strided(grad.sizes(), strides, grad.options());
 }
 

@@ -393,3 +393,72 @@ def test_parts_need_less_memory(name):
     ours, stock, x = layers(name)
     a, b = (memory(layer, (x,), warmup=0) for layer in (ours, stock))
     assert a.peak < 0.95 * b.peak and a.saved <= b.saved
+
+
+# Those that PyTorch runs by a matrix of the input's patches, a slab of rows at a time.
+PATCHES = {  # op, weight, arguments, input
+    "conv3d of one sample": ("conv3d", (12, 16, 3, 3, 3), ([1, 1, 1], [1, 1, 1]), (1, 16, 20, 20, 24), torch.float32),
+    "conv3d, strided": ("conv3d", (6, 1, 3, 3, 3), ([2, 1, 2], [1, 0, 1]), (1, 1, 81, 72, 71), torch.float32),
+    "conv3d, much padding": ("conv3d", (2, 2, 3, 3, 3), ([1, 1, 1], [7, 0, 1]), (2, 2, 24, 40, 40), torch.float64),
+    "conv3d, steps over rows": ("conv3d", (2, 2, 2, 3, 3), ([3, 1, 1], [1, 1, 1]), (1, 2, 90, 50, 50), torch.float64),
+    "conv2d": ("conv2d", (5, 8, 3, 3), ([1, 1], [1, 1]), (2, 8, 90, 94), torch.float64),
+    "conv1d": ("conv1d", (7, 8, 5), ([1], [2]), (2, 8, 15001), torch.float64),
+}
+
+
+def patches(name, bias=True):
+    op, weight, args, shape, dtype = PATCHES[name]
+    w, b = torch.randn(weight, dtype=dtype) / 8, torch.randn(weight[0], dtype=dtype) if bias else None
+    return *(Layer(overload(o, op), w, b, args) for o in (torch.ops.tsmem, torch.ops.aten)), torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("name", PATCHES)
+def test_by_slabs(name, bias):
+    ours, stock, x = patches(name, bias)
+    _, forward, backward = ran(lambda: ours(x).sum().backward())
+    assert forward > 1 and backward > 1
+    compare(ours, stock, x)
+    compare(ours, stock, x.detach())
+    for frozen in ("w", "b")[: 1 + bias]:
+        for layer in (ours, stock):
+            getattr(layer, frozen).requires_grad_(False)
+        y, z = ours(x), stock(x)
+        g = torch.randn_like(z)
+        wanted = [[x, *(q for q in layer.parameters() if q.requires_grad)] for layer in (ours, stock)]
+        tolerance = {torch.float64: 1e-9, torch.float32: 2e-4}[x.dtype]
+        for a, e in zip(*(torch.autograd.grad(out, w, g) for out, w in ((y, wanted[0]), (z, wanted[1])))):
+            torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_slabs_need_less_memory(name):
+    from allocator import memory
+
+    ours, stock, x = patches(name)
+    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, stock))
+    assert a.peak < 0.9 * b.peak and a.saved <= b.saved
+
+
+def test_slabs_are_differentiable():
+    ours, stock, x = patches("conv2d")
+    found = []
+    for layer in (ours, stock):
+        g = torch.autograd.grad(layer(x).square().mean(), (x, layer.w), create_graph=True)
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in g), (x, layer.w, layer.b)))
+    for a, e in zip(*found):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9 * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("weight,shape,args", (
+    ((8, 8, 1, 1), (1, 8, 300, 300), ([1, 1], [0, 0])),  # needs no patches
+    ((8, 4, 3, 3), (2, 8, 90, 94), ([1, 1], [1, 1], [1, 1], 2)),  # of groups
+    ((4, 8, 3, 3), (1, 8, 40, 40), ([1, 1], [1, 1])),  # few of them
+    ((5, 8, 3, 3), (2, 8, 230, 90), ([2, 1], [3, 0], [3, 2])),  # dilated: of one sample at a time
+))  # fmt: skip
+def test_not_by_slabs(weight, shape, args):
+    w, b = torch.randn(weight, dtype=torch.float64), torch.randn(weight[0], dtype=torch.float64)
+    ours, stock = (Layer(op.conv2d, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert ran(lambda: ours(x).sum().backward())[1:] == (1, 1)
+    compare(ours, stock, x)

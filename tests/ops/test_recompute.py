@@ -462,7 +462,8 @@ def test_gradient_in_place(dtype, size, act, args, last):
             cotangent = channels_last(cotangent)
         return torch.autograd.grad(doubled, [t for t in (y, z, g, b)], cotangent, allow_unused=True)
 
-    for f in (lambda: ops.batch_norm_act(y, g, b, *BN, act, args), lambda: ops.batch_norm_add_act(y, g, b, *BN, z, act, args)):
+    for f in (lambda: ops.batch_norm_act(y, g, b, *BN, act, args), lambda: ops.batch_norm_add_act(y, g, b, *BN, z, act, args),
+              lambda: ops.act(y * z, act, args)):  # fmt: skip
         for a, e in zip(grads(f, False), grads(f, True)):
             assert (a is None) == (e is None)
             if a is not None:
@@ -1061,3 +1062,57 @@ def test_instance_norm_of_an_expensive_output():
         return ops.act(expensive(z, p[3], r), "silu", [], r).square().sum()
 
     assert_equal(*(torch.autograd.grad(run(r), (x, *p[:4])) for r in (1, 0)))
+
+
+# First layers, which run again where that is cheap.
+
+FIRST = 3  # the argument `recompute`
+
+
+def first_layers():
+    torch.manual_seed(0)
+    w1, w3, wl = torch.randn(16, 3, 4, 4) / 7, torch.randn(16, 1, 3, 3, 3) / 5, torch.randn(64, 3)
+    return {
+        "conv2d": (torch.randn(4, 3, 32, 32), w1, lambda x, w, r: ops.conv2d(x, w, None, [2, 2], [1, 1], [1, 1], 1, r)),
+        "conv3d": (torch.randn(1, 1, 16, 16, 16), w3, lambda x, w, r: ops.conv3d(x, w, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], 1, r)),
+        "linear": (torch.randn(512, 3), wl, lambda x, w, r: ops.linear(x, w, None, r)),
+    }
+
+
+@pytest.mark.parametrize("name", first_layers())
+def test_a_first_layer_runs_again_where_that_is_cheap(name):
+    x, w, layer = first_layers()[name]
+    w.requires_grad_()
+
+    def run(x, r):
+        return ops.act(ops.act(layer(x, w, r), "silu", [], 1), "gelu", [], 1)
+
+    def left(x, r):
+        return bytes_left(lambda: [run(x, r)])
+
+    whole = layer(x, w, 0).nbytes
+    assert left(x, FIRST) < whole / 4 and left(x, 0) >= whole
+    assert_equal(*([torch.autograd.grad(run(x, r).square().sum(), w)[0]] for r in (FIRST, 0)))
+    wide = x.clone().requires_grad_()
+    assert_equal(*(torch.autograd.grad(run(wide, r).square().sum(), (wide, w)) for r in (FIRST, 0)))
+    # Not where its input is made by a graph: then it is no first layer.
+    assert left(wide * 1.0, FIRST) >= whole
+
+
+def test_a_first_layer_of_many_channels_is_kept():
+    x, w = torch.randn(4, 12, 32, 32), torch.randn(16, 12, 3, 3, requires_grad=True)  # 216 operations an element
+    whole = 4 * 16 * 30 * 30 * 4
+    assert bytes_left(lambda: [ops.act(ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, FIRST), "silu", [], 1)]) >= whole
+
+
+def test_what_is_interpolated_is_kept_in_place_of_the_result():
+    """Nobody else keeps it, and it is a quarter as large."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 8, 16, 16, dtype=torch.float64, requires_grad=True), torch.randn(8, 8, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(r):
+        return ops.conv2d(ops.upsample_nearest2d(x.tanh() * 2.0, None, [2.0, 2.0], r), w, None, [1, 1], [1, 1])
+
+    left = [bytes_left(lambda: [run(r)]) for r in (1, 0)]
+    assert left[0] <= left[1] - x.nbytes * 3 + 4096
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), (x, w)) for r in (1, 0)))
