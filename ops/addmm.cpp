@@ -2,6 +2,8 @@
 // one's gradient needs it; one that can be recomputed (recompute.h) isn't kept.
 //
 // Backwards as derivatives.yaml has them for these operators.
+#include <ATen/autocast_mode.h>
+
 #include "recompute.h"
 #include "registration.h"
 

@@ -8,6 +8,8 @@
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.
 
+#include <ATen/autocast_mode.h>
+
 #include "attention_blocks.h"
 #include "linear.h"
 #include "recompute.h"

@@ -3,6 +3,8 @@
 // Each offers its output to be recomputed from its operands. Those whose backward reads an operand or the result keep
 // what is cheaper: an operand by what it is made from, and the result only where the operands that it is made from cost
 // something. All others keep what PyTorch's keep: sizes, indices, masks.
+#include <ATen/autocast_mode.h>
+
 #include "cheap_table.h"
 
 #include <algorithm>

@@ -11,6 +11,7 @@
 //
 // Results share memory as the method's do. The node gives out the tensors that own the memory; views of these, and
 // arguments and views of them among the results, are made outside the node, where autograd sees what they are.
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/api/module.h>
@@ -164,7 +165,7 @@ struct Result {
   size_t index = 0;    // of the input or the output
   Tensor itself = {};  // a buffer; else undefined
   bool view = false;
-  bool requires_grad = false;
+  bool requires_grad = false, passes_on = false;
   std::vector<int64_t> sizes = {}, strides = {};
   int64_t offset = 0;
 };
@@ -202,6 +203,10 @@ IValue module_then(const Call& call) {
 // The tensor that owns t's memory: what it is a view of, or itself.
 Tensor owner(const Tensor& t) { return t.is_view() ? Tensor(static_cast<const at::TensorBase&>(t._base())) : t; }
 
+// Whether gradients of t reach what it was made from. A view made without grad mode says that it requires a gradient
+// where its base does, and passes none on.
+bool passes_on(const Tensor& t) { return t.requires_grad() && (t.grad_fn() || !t.is_view()); }
+
 bool share_memory(const Tensor& a, const Tensor& b) { return a.has_storage() && b.has_storage() && a.is_alias_of(b); }
 
 // `t`, a result, as a view of `base`.
@@ -228,6 +233,7 @@ std::pair<variable_list, variable_list> sort_results(Call& call, const IValue& s
     const Tensor& t = returned[i];
     Result& r = call.results[i];
     r.requires_grad = t.requires_grad();
+    r.passes_on = passes_on(t);
     const auto same = [&](const Tensor& other) { return share_memory(t, other); };
     const auto in = std::find_if(inputs.begin(), inputs.end(), same);
     if (in != inputs.end()) {
@@ -274,6 +280,7 @@ std::pair<variable_list, variable_list> sort_results(Call& call, const IValue& s
 Tensor make_result(const Result& r, at::TensorList inputs, const variable_list& outputs) {
   if (r.of == Result::buffer) return r.itself;
   const Tensor& base = r.of == Result::input ? inputs[r.index] : outputs[r.index];
+  const at::AutoGradMode grad_mode(!r.view || r.passes_on);
   const Tensor result = r.view ? base.as_strided(r.sizes, r.strides, r.offset) : base;
   return result.requires_grad() && !r.requires_grad ? result.detach() : result;
 }
@@ -294,7 +301,7 @@ std::vector<bool> needed(const std::vector<Tensor>& results, const std::vector<T
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<Edge> open;
   for (const Tensor& t : results)
-    if (t.requires_grad()) open.push_back(torch::autograd::impl::gradient_edge(t));
+    if (passes_on(t)) open.push_back(torch::autograd::impl::gradient_edge(t));
   while (!open.empty()) {
     const Edge edge = open.back();
     open.pop_back();
@@ -377,9 +384,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       for (size_t i = 0; i < grads.size(); ++i) {
         const auto [chosen, as_owner] = what->outputs[i];
         const Tensor again = as_owner ? owner(all[chosen]) : all[chosen];
-        // A view made without grad mode says that it requires a gradient where its base does, and passes none on.
-        const bool passes_on = again.requires_grad() && (again.grad_fn() || !again.is_view());
-        if (!grads[i].defined() || !passes_on) continue;
+        if (!grads[i].defined() || !passes_on(again)) continue;
         TORCH_CHECK(again.numel() == grads[i].numel(), "tsmem::checkpoint: the method ", what->method, " of ",
                     what->self.type()->repr_str(),
                     " returned views of another tensor when it was run again; rewrite the model without a checkpoint "

@@ -1,6 +1,8 @@
 // layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
 // can be recomputed. Forward and backward are aten's native_layer_norm and native_group_norm.
 
+#include <ATen/autocast_mode.h>
+
 #include "recompute.h"
 #include "registration.h"
 

@@ -3,6 +3,8 @@
 //
 // Forward is aten::linear on all rows at once. Backward as derivatives.yaml has it for aten::addmm: matrix products
 // over all leading dimensions.
+#include <ATen/autocast_mode.h>
+
 #include "linear.h"
 
 #include "recompute.h"

@@ -3,6 +3,8 @@
 //
 // What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to PyTorch's op, which
 // handles or refuses it.
+#include <ATen/autocast_mode.h>
+
 #include "pool_layout.h"
 #include "pool_windows.h"
 #include "recompute.h"

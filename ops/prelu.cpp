@@ -1,6 +1,8 @@
 // prelu: keeps its input, or what that is made from, and the slopes. Its output can be recomputed. Backward is one pass
 // over input and gradient, which sums the slopes' gradient as it goes: PyTorch's writes a product of the input's size
 // for it. Formulas: ATen/native/cpu/Activation.cpp, prelu_kernel and prelu_backward_kernel.
+#include <ATen/autocast_mode.h>
+
 #include "norm_ops.h"
 #include "raw_op.h"
 #include "recompute.h"

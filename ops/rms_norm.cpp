@@ -2,6 +2,8 @@
 //
 // Numbers as aten::rms_norm (ATen/native/layer_norm.cpp, rms_norm_symint): 16-bit inputs are computed in float32; on
 // the CPU a few rows at a time, which stay in cache.
+#include <ATen/autocast_mode.h>
+
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"

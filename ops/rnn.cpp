@@ -4,6 +4,8 @@
 // PyTorch's dropout keeps the generator's state alone.
 //
 // On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
+#include <ATen/autocast_mode.h>
+
 #include "rnn_layer.h"
 
 #include "recompute.h"

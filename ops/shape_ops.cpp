@@ -3,6 +3,8 @@
 // Forward and backward are PyTorch's ops; their backward functions take `self` and look at its sizes and layout only,
 // so they get shape_of() in its place. aten's upsample_*, mean, constant and circular pad keep sizes only themselves,
 // and have no op here.
+#include <ATen/autocast_mode.h>
+
 #include "common.h"
 #include "registration.h"
 

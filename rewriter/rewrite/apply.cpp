@@ -328,6 +328,25 @@ static void add_calls_around(const Node* n, const View& copy, const Scopes& scop
   }
 }
 
+// Raises where an attribute that decides a branch is no more what it was.
+static void guard_assumptions(View& copy) {
+  Graph& g = *copy.graph;
+  for (const auto& [condition, branch] : copy.assumptions) {
+    const Node* asks = condition->node();
+    while (asks->kind() == aten::__not__) asks = asks->input(0)->node();
+    Node* guard = g.create(prim::If, {condition}, 0)->insertAfter(condition->node());
+    for (int i : {0, 1}) {
+      WithInsertPoint inside(guard->addBlock());
+      if (i == branch) continue;
+      Value* message = g.insertConstant(
+          fmt::format("tsmem: {} is not what it was when this model was rewritten; rewrite the original again",
+                      attribute_path(asks->input(0)).value_or("an attribute")));
+      Value* none = g.insertConstant(c10::IValue());
+      g.insertNode(g.create(prim::RaiseException, {message, none}, 0));
+    }
+  }
+}
+
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
                                   const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
@@ -338,6 +357,7 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
   View copy = copy_graph(source, scopes, inlines);
+  guard_assumptions(copy);
   // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
   bool tried = false;
   for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
@@ -346,6 +366,7 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     for (const Scope* s : dead) add_with_parents(s, wanted);
     if (std::exchange(tried, true) && wanted.size() == before) return std::nullopt;
     copy = copy_graph(source, scopes, inlines);
+    guard_assumptions(copy);
     remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);

@@ -7,6 +7,7 @@
 #include "rewriter/rewrite/added_names.h"
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/checkpoint.h"
+#include "rewriter/rewrite/containers.h"
 #include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/unused_norms.h"
 
@@ -52,21 +53,25 @@ Attributes attributes_of(std::vector<Module> instances, const ModelWrites& write
           writes.set};
 }
 
-// The dropouts in modules that run again, and whether they draw when TorchScript differentiates all of the method,
-// which the rewritten module's own code does not show.
-std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(const Graph& graph, const ModuleClass& c,
-                                                              const Selection& selection, const Result& result,
-                                                              Scopes& scopes) {
-  View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
-  remove_dead_code(whole, UnusedNorms::stay);
-  const auto differentiated = differentiated_dropouts(whole);
+// Where the dropouts are that draw when TorchScript differentiates the original, in which no call runs again as a
+// whole.
+std::map<std::pair<const Scope*, Node*>, bool> drawing_dropouts(const View& view) {
   std::map<std::pair<const Scope*, Node*>, bool> found;
-  for (const auto& [n, place] : whole.places) {
-    if (n->kind() != aten::dropout) continue;
-    for (const Scope* s = place.scope; s; s = s->parent)
+  const auto differentiated = differentiated_dropouts(view);
+  for (const auto& [n, place] : view.places)
+    if (n->kind() == aten::dropout) found[{place.scope, place.node}] = differentiated.count(n) > 0;
+  return found;
+}
+
+// Of these, those in modules that run again, which the rewritten module's own code does not show.
+std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(
+    const std::map<std::pair<const Scope*, Node*>, bool>& drawing, const ModuleClass& c, const Selection& selection,
+    const Result& result) {
+  std::map<std::pair<const Scope*, Node*>, bool> found;
+  for (const auto& [place, draws] : drawing)
+    for (const Scope* s = place.first; s; s = s->parent)
       if (s->of_module && result.used.count(s) && is_checkpointed(selection.checkpointed, c, s->path))
-        found[{place.scope, place.node}] = differentiated.count(n) > 0;
-  }
+        found[place] = draws;
   return found;
 }
 
@@ -127,30 +132,39 @@ void refuse_all(MatchResult& matched) {
 
 // The matches of one method, in a view of all that it calls.
 Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
-                    Scopes& scopes) {
+                    const Contains& contains, Scopes& scopes) {
   Result result;
   if (!selection.checkpointed.empty()) {
     result.used = used_calls(graph, scopes);
     result.overwritten = overwritten_arguments(graph, scopes);
   }
   // Nothing is matched across the border of a module that runs again as a whole.
-  View view = copy_graph(graph, scopes, [&](const Scope* s) {
+  const auto inlines = [&](const Scope* s) {
     if (!s->of_module || !is_checkpointed(selection.checkpointed, c, s->path)) return true;
     if (result.used.count(s)) return false;
     add_with_parents(s->parent, result.inlined);
     result.not_used.insert(s->path);
     return true;
-  });
+  };
+  View view = copy_graph(graph, scopes, inlines, callee, /*exact=*/false, contains);
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
   for (const Node* n : view.unused)
     if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);
   if (selection.options.runs_eagerly) return result;
-  if (!selection.checkpointed.empty()) result.draws_again = drawing_inside(graph, c, selection, result, scopes);
-  const auto differentiated = differentiated_dropouts(view);
+  std::map<std::pair<const Scope*, Node*>, bool> drawing;
+  if (selection.checkpointed.empty()) {
+    drawing = drawing_dropouts(view);
+  } else {
+    View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
+    remove_dead_code(whole, UnusedNorms::stay);
+    drawing = drawing_dropouts(whole);
+    result.draws_again = drawing_inside(drawing, c, selection, result);
+  }
   for (Found& found : result.matched.found)
-    for (const Place& p : found.nodes) found.draws |= differentiated.count(view.copies.at({p.scope, p.node})) > 0;
+    for (const Place& p : found.nodes)
+      if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
   return result;
 }
 
@@ -171,17 +185,20 @@ bool refused_further_in(const NearMiss& miss, const Results& results) {
 Results match_methods(const Module& module, const Selection& selection, Scopes& scopes) {
   Results results;
   const ModelWrites writes = model_writes(module);
+  const auto changed = changed_containers(module);
   const bool twice = selection.options.level != Level::ops && model_differentiates_twice(selection);
   for (const ModuleClass& c : selection.classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
+    const Contains contains = contains_in(instances, changed);
     const Attributes attributes = attributes_of(std::move(instances), writes);
     for (Function* f : c.type->methods()) {
       GraphFunction* function = graph_function(f);
       const Method method{c.type.get(), f->name()};
       if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
       Result& result =
-          results.emplace(method, match_method(*function->graph(), c, selection, attributes, scopes)).first->second;
+          results.emplace(method, match_method(*function->graph(), c, selection, attributes, contains, scopes))
+              .first->second;
       if (twice) refuse_all(result.matched);
     }
   }

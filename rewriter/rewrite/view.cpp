@@ -93,6 +93,8 @@ std::optional<int> Scopes::branch_taken(const Scope* parent, Node* node) const {
   return std::nullopt;
 }
 
+void Scopes::assume(const Scope* branch) { all.at({branch->parent, branch->node, branch->branch})->assumed = true; }
+
 namespace {
 
 struct Copier {
@@ -101,7 +103,9 @@ struct Copier {
   const std::function<bool(const Scope*)>& inlines;
   const BodyOf& body_of;
   const bool exact;
+  const Contains& contains;
   std::unordered_map<const Value*, IValue> known;  // values of the copy that are constants, beyond prim::Constant
+  std::unordered_set<const Value*> assumed;        // of these, what attributes say
 
   using Map = std::unordered_map<const Value*, Value*>;
 
@@ -116,6 +120,16 @@ struct Copier {
                                                  aten::gt,        aten::ge,          aten::__not__, aten::__is__,
                                                  aten::__isnot__, aten::__contains__};
     if (!comparisons.count(n->kind())) return;
+    if (n->kind() == aten::__contains__ && contains) {
+      const auto path = attribute_path(n->input(0));
+      const auto key = toIValue(n->input(1));
+      if (path && key)
+        if (const auto is_there = contains(*path, *key)) {
+          known[n->output()] = *is_there;
+          assumed.insert(n->output());
+          return;
+        }
+    }
     if (n->kind() == aten::__is__ || n->kind() == aten::__isnot__) {
       const auto kind = [](Value* v) { return v->type()->kind(); };
       const bool none0 = kind(n->input(0)) == NoneType::Kind, none1 = kind(n->input(1)) == NoneType::Kind;
@@ -130,7 +144,9 @@ struct Copier {
     }
     for (Value* v : n->inputs())
       if (!toIValue(v)) {
-        if (n->kind() == aten::__not__ && known.count(v)) known[n->output()] = !known[v].toBool();
+        if (n->kind() != aten::__not__ || !known.count(v)) return;
+        known[n->output()] = !known[v].toBool();
+        if (assumed.count(v)) assumed.insert(n->output());
         return;
       }
     if (auto stack = runNodeIfInputsAreConstant(n); stack && stack->size() == 1) known[n->output()] = stack->front();
@@ -192,7 +208,9 @@ struct Copier {
         branch = condition->toBool() ? 0 : 1;
       if (branch) {
         const Scope* inner_scope = scopes.enter(scope, n, *branch, nullptr);
+        if (assumed.count(map.at(n->input(0)))) scopes.assume(inner_scope);
         if (inlines(inner_scope)) {
+          if (inner_scope->assumed) view.assumptions.emplace_back(map.at(n->input(0)), *branch);
           copy_block(n->blocks()[*branch], to, map, inner_scope);
           finish_inlined(n, n->blocks()[*branch], map, map, inner_scope);
           return;
@@ -223,9 +241,9 @@ struct Copier {
 }  // namespace
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
-                const BodyOf& body_of, bool exact) {
-  View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}};
-  Copier copier{view, scopes, inlines, body_of, exact, {}};
+                const BodyOf& body_of, bool exact, const Contains& contains) {
+  View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}, {}};
+  Copier copier{view, scopes, inlines, body_of, exact, contains, {}, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));
   copier.copy_block(source.block(), view.graph->block(), map, nullptr);

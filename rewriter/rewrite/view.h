@@ -30,6 +30,7 @@ struct Scope {
   bool of_module;          // entered by a call of a module's method: that method is rewritten in its own right
   std::string method;      // of a module's method call
   c10::ClassTypePtr type;  // of the module
+  bool assumed = false;    // the branch that an attribute decides, which code from outside may set
 };
 
 void add_with_parents(const Scope* s, std::unordered_set<const Scope*>& scopes);
@@ -38,6 +39,7 @@ struct Scopes {
   const Scope* enter(const Scope* parent, Node* node, int branch, const Value* self);
   // The branch of an If that has been entered as the one that its condition, a constant, leaves.
   std::optional<int> branch_taken(const Scope* parent, Node* node) const;
+  void assume(const Scope* branch);
   std::map<std::tuple<const Scope*, Node*, int>, std::unique_ptr<Scope>> all;
 };
 
@@ -58,7 +60,8 @@ struct View {
   std::unordered_map<const Scope*, std::vector<Value*>> arguments;  // of the calls inlined; valid until a node goes
   // What dead code overwrites: TorchScript need not see that it is dead once other operators stand there.
   std::vector<Value*> overwritten_unused;
-  std::unordered_set<const Node*> unused;  // norms that may go, and what only these use
+  std::unordered_set<const Node*> unused;           // norms that may go, and what only these use
+  std::vector<std::pair<Value*, int>> assumptions;  // conditions that attributes decide, and the branch taken
 };
 
 // Whether a norm goes too whose result nothing uses but which updates its running statistics. TorchScript drops some of
@@ -74,10 +77,13 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
 std::shared_ptr<Graph> callee(const Node* call);
 using BodyOf = std::function<std::shared_ptr<Graph>(const Node* call)>;
 
+// Whether the dictionary or list at a path of attributes has a key; nothing where that is not known.
+using Contains = std::function<std::optional<bool>(const std::string& path, const c10::IValue& key)>;
+
 // Copies a graph; calls and constant branches for which `inlines` is true are replaced by their contents. `exact`: all
-// else is as it was.
+// else is as it was. `contains`: what decides more branches.
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
-                const BodyOf& body_of = callee, bool exact = false);
+                const BodyOf& body_of = callee, bool exact = false, const Contains& contains = {});
 
 // Whether n begins or ends a `with autocast` block of the model's own code.
 bool borders_autocast(const Node* n);
