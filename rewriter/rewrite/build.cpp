@@ -68,7 +68,7 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
                               matches_of(results), allowed_matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;
-    // What keeps such a norm stands right behind it (keep_unused_norms).
+    // Our operators stand there for such norms (put_unused_norms).
     if (!around_unused.empty()) {
       result.inlined.insert(around_unused.begin(), around_unused.end());
       a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
@@ -134,8 +134,8 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
   for_each_result(selection, results, [&](const ModuleClass&, const Function& f, Result& result) {
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if (result.body)
-      keep_unused_norms(source, *result.body_view, body_of, lasting);
-    else if (!lasting.empty() && (result.body_view = graph_that_keeps(source, scopes, lasting)))
+      put_unused_norms(source, *result.body_view, body_of, lasting);
+    else if (!lasting.empty() && (result.body_view = with_unused_norms(source, scopes, lasting)))
       result.body = result.body_view->graph;
     if (result.body) result.body->lint();
   });

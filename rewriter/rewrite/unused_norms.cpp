@@ -13,6 +13,7 @@
 #include <torch/csrc/jit/passes/remove_mutation.h>
 #include <torch/csrc/jit/runtime/profiling_record.h>
 
+#include "ops/recompute_argument.h"
 #include "rewriter/modules.h"
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/observed.h"
@@ -241,14 +242,28 @@ std::set<WayInMethod> lasting_unused_norms(const Module& module) {
   return lasting;
 }
 
-// Gives a norm a use that stays.
-static void keep(Node* norm) {
-  norm->owningGraph()
-      ->create(Symbol::fromQualString("tsmem::keep"), {norm->output(), norm->input(3)}, 0)
-      ->insertAfter(norm);
+// TorchScript drops no operator whose schema says that it overwrites an attribute, and what only overwrites the result
+// of one goes all the same.
+static void put_in_place(Node* norm, View& body) {
+  Graph& g = *norm->owningGraph();
+  const bool batch = norm->kind() == aten::batch_norm;
+  WithInsertPoint here(norm);
+  std::vector<Value*> inputs = norm->inputs().vec();
+  inputs.push_back(g.insertConstant("identity"));
+  inputs.push_back(g.insertConstant(c10::List<double>()));
+  inputs.push_back(g.insertConstant(argument_of(Recompute::off)));
+  const auto op = Symbol::fromQualString(batch ? "tsmem::batch_norm_act" : "tsmem::instance_norm_act");
+  Node* ours = g.insertNode(g.create(op, inputs));
+  ours->output()->copyMetadata(norm->output());
+  norm->output()->replaceAllUsesWith(ours->output());
+  const Place place = body.places.at(norm);
+  body.places.erase(norm);
+  body.places[ours] = place;
+  body.copies[{place.scope, place.node}] = ours;
+  norm->destroy();
 }
 
-std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting) {
+std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting) {
   const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
   const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
   std::unordered_set<const Scope*> around;
@@ -262,11 +277,11 @@ std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const 
   View body = copy_graph(
       source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
   for (Node* n : norms_of(*body.graph))
-    if (lasting.count(way_in_method(body.places.at(n)))) keep(n);
+    if (lasting.count(way_in_method(body.places.at(n)))) put_in_place(n, body);
   return body;
 }
 
-void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
+void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
   std::set<Node*> kept;
   for (Node* n : norms_of(*body.graph))
     if (const auto place = body.places.find(n);
@@ -277,7 +292,7 @@ void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, c
     for (Node* n : unused)
       if (!run_in_body.count({n}) && run.count(path_of(body.places.at(n)))) kept.insert(n);
   }
-  for (Node* n : kept) keep(n);
+  for (Node* n : kept) put_in_place(n, body);
 }
 
 }  // namespace tsmem

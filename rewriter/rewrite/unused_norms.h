@@ -24,11 +24,12 @@ WayInMethod way_in_method(const Place& place);
 // the same. Some that a caller does see may be among them (observed.h).
 std::set<WayInMethod> lasting_unused_norms(const torch::jit::Module& module);
 
-// Gives a use that stays (tsmem::keep) to these in `body`, a copy of `source`, and to those that run in the first call
-// of `source` and would not in that of `body`. `body_of`: what the calls in `body` run once all is installed.
-void keep_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
+// Puts our operators, which TorchScript does not drop, for these norms in `body`, a copy of `source`, and for those
+// that run in the first call of `source` and would not in that of `body`. `body_of`: what the calls in `body` run once
+// all is installed.
+void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
 
-// A copy of a method's graph, in which each of `lasting` has such a use; nothing where there is none of them in it.
-std::optional<View> graph_that_keeps(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting);
+// A copy of a method's graph, in which they stand for each of `lasting`; nothing where there is none of these in it.
+std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting);
 
 }  // namespace tsmem
