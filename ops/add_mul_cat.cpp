@@ -51,7 +51,7 @@ struct Mul : torch::autograd::Function<Mul> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     std::vector<Tensor> g(2);
     const std::array<std::vector<int64_t>, 2> sizes = {ctx->saved_data["a"].toIntVector(),
                                                        ctx->saved_data["b"].toIntVector()};

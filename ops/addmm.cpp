@@ -46,7 +46,7 @@ struct Product : torch::autograd::Function<Product> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     const Scalar alpha = data["alpha"].toScalar();
     std::vector<Tensor> g(4);

@@ -75,10 +75,10 @@ struct Attention : torch::autograd::Function<Attention> {
     if (!grad.defined()) return variable_list(5);
     auto& data = ctx->saved_data;
     Tensor out, logsumexp;
-    // Before Kept lets the output go.
+    // Before SavedTensors lets the output go.
     if (data.count("again"))
       std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
     const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0};
     if (!data.count("again")) {
@@ -172,7 +172,7 @@ struct Matmul : torch::autograd::Function<Matmul> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const auto a_sizes = ctx->saved_data["a"].toIntVector(), b_sizes = ctx->saved_data["b"].toIntVector();
     std::vector<Tensor> g(2);
     // A factor that is recomputed is copied here: its transpose's copy would be another operand, and some processors'
@@ -218,7 +218,7 @@ struct Softmax : torch::autograd::Function<Softmax> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(3);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt();
     const bool again = ctx->saved_data["again"].toBool();
     const Tensor out = again ? at::softmax(kept[0], dim) : kept[1];

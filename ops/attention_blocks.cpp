@@ -108,7 +108,7 @@ struct Blocks : torch::autograd::Function<Blocks> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(6);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     const OptTensor mask = optional(kept[3]);
     const AttentionArgs args{mask, data["causal"].toBool(), data["scale"].toOptional<double>(),

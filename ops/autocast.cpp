@@ -56,7 +56,7 @@ class Autocast {
 };
 
 IValue autocast(const IValue& self, const std::string& method, const IValue& arguments, const std::string& dtype) {
-  TORCH_CHECK(self.isModule(), "tsmem::autocast: self is no module");
+  TORCH_CHECK(self.isModule(), "tsmem::autocast: self is not a module");
   TORCH_CHECK_VALUE(dtype == "bf16" || dtype == "f16", "tsmem::autocast: dtype is '", dtype, "'; use bf16 or f16");
   const at::ScalarType to = dtype == "bf16" ? at::kBFloat16 : at::kHalf;
   std::vector<Tensor> tensors;

@@ -71,7 +71,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     auto& data = ctx->saved_data;
     const Act act = saved_act(ctx);
     const auto want = wanted<4>(ctx);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const bool identity = act.kind == ActKind::identity;
     std::array<bool, 4> compute = want;
     if (identity) compute[3] = false;  // the gradient of `other` is the output's

@@ -85,7 +85,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
     auto& data = ctx->saved_data;
     const auto want = wanted<3>(ctx);
     if (!want[0] && !want[1] && !want[2]) return result;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     std::vector<Tensor> g;
     {
       at::AutoDispatchBelowADInplaceOrView guard;

@@ -150,7 +150,7 @@ struct Cheap : torch::autograd::Function<Cheap> {
     unsigned reads = 0;
     for (size_t i = 0; i < count; ++i)
       if (formulas[i].of && ctx->needs_input_grad(i)) reads |= formulas[i].reads;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const bool again = (reads & kResult) && ctx->saved_data["again"].toBool();
     BackwardCall now{grads[0], std::vector<Tensor>(count), call->arguments, call->sizes[0]};
     for (size_t i = 0; i < count; ++i)

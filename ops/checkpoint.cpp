@@ -402,7 +402,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 };
 
 IValue checkpoint(const IValue& self, const std::string& method, const IValue& arguments) {
-  TORCH_CHECK(self.isModule(), "tsmem::checkpoint: self is no module");
+  TORCH_CHECK(self.isModule(), "tsmem::checkpoint: self is not a module");
   std::vector<Tensor> inputs;
   collect(arguments, inputs);
   auto what = c10::make_intrusive<Call>();

@@ -133,7 +133,7 @@ struct Conv : torch::autograd::Function<Conv> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(5);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
     const auto pad_after = ints("pad_after"), bias_sizes = ints("bias_sizes");

@@ -95,7 +95,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     variable_list result(4);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const Loss loss{ctx->saved_data["reduction"].toInt(), ctx->saved_data["ignore_index"].toInt()};
     Tensor dx;
     {

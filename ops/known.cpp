@@ -11,7 +11,7 @@ namespace {
 
 // Sources that nobody else may keep, held by the output until its user has asked for them: as long as the output lives.
 // Not copied to what shares its memory (detach). Stays with the output when it is empty: another thread may detach it.
-struct Held : c10::BackendMeta {
+struct HeldSources : c10::BackendMeta {
   std::mutex mutex;  // forks of one graph may ask at once
   std::vector<Tensor> sources;
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>&) const override { return {}; }
@@ -20,18 +20,18 @@ struct Held : c10::BackendMeta {
 class Table {
  public:
   // f(known) under the lock; makes the entry where it is missing.
-  void update(const NodePtr& node, const std::function<void(Known&)>& f) {
-    std::vector<Known> dropped;  // destroyed after the lock is given back: tensors and graphs may go with them
+  void update(const NodePtr& node, const std::function<void(OutputRecord&)>& f) {
+    std::vector<OutputRecord> dropped;  // destroyed after the lock is given back: tensors and graphs may go with them
     std::lock_guard<std::mutex> lock(mutex_);
     if (entries_.size() > limit_) sweep(dropped);
-    Known& known = entries_[node.get()];
+    OutputRecord& known = entries_[node.get()];
     if (known.node.expired()) {
-      dropped.push_back(std::exchange(known, Known()));
+      dropped.push_back(std::exchange(known, OutputRecord()));
       known.node = WeakNodePtr(node);
     }
     f(known);
   }
-  std::optional<Known> find(const Node* node) {
+  std::optional<OutputRecord> find(const Node* node) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = entries_.find(node);
     if (it == entries_.end() || it->second.node.expired()) return std::nullopt;
@@ -39,7 +39,7 @@ class Table {
   }
 
  private:
-  void sweep(std::vector<Known>& dropped) {
+  void sweep(std::vector<OutputRecord>& dropped) {
     for (auto it = entries_.begin(); it != entries_.end();) {
       if (it->second.node.expired()) {
         dropped.push_back(std::move(it->second));
@@ -51,7 +51,7 @@ class Table {
     limit_ = 2 * entries_.size() + 1024;
   }
   std::mutex mutex_;
-  std::unordered_map<const Node*, Known> entries_;
+  std::unordered_map<const Node*, OutputRecord> entries_;
   size_t limit_ = 1024;
 };
 
@@ -62,11 +62,11 @@ Table& table() {
 
 }  // namespace
 
-void update_known(const NodePtr& node, const std::function<void(Known&)>& f) { table().update(node, f); }
+void update_known(const NodePtr& node, const std::function<void(OutputRecord&)>& f) { table().update(node, f); }
 
-std::optional<Known> known_of(const Node* node) { return table().find(node); }
+std::optional<OutputRecord> known_of(const Node* node) { return table().find(node); }
 
-std::optional<Known> known_of(const Tensor& t) {
+std::optional<OutputRecord> known_of(const Tensor& t) {
   const auto& node = t.grad_fn();
   if (!node || t.output_nr() != 0) return std::nullopt;
   return known_of(node.get());
@@ -89,19 +89,19 @@ bool kept_anyway(const Tensor& t) {
 void mark_kept(const Tensor& t) {
   const Tensor whole = owner(t);
   if (const auto& node = whole.grad_fn(); node && whole.output_nr() == 0)
-    update_known(node, [](Known& k) { k.kept = true; });
+    update_known(node, [](OutputRecord& k) { k.kept = true; });
   let_go(whole);
 }
 
 void hold(const Tensor& output, std::vector<Tensor> sources) {
   if (sources.empty()) return;
-  auto held = c10::make_intrusive<Held>();
+  auto held = c10::make_intrusive<HeldSources>();
   held->sources = std::move(sources);
   output.unsafeGetTensorImpl()->set_backend_meta(std::move(held));
 }
 
 void let_go(const Tensor& output) {
-  auto* held = dynamic_cast<Held*>(output.unsafeGetTensorImpl()->get_backend_meta());
+  auto* held = dynamic_cast<HeldSources*>(output.unsafeGetTensorImpl()->get_backend_meta());
   if (!held) return;
   std::vector<Tensor> dropped;  // destroyed after the lock is given back: graphs may go with them
   std::lock_guard<std::mutex> lock(held->mutex);

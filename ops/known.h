@@ -8,7 +8,7 @@
 namespace tsmem {
 
 // What is known of a node's first output while the node lives.
-struct Known {
+struct OutputRecord {
   WeakNodePtr node{NodePtr()};
   RecipePtr recipe;
   uint32_t version = 0;  // of the output when the recipe was offered
@@ -17,13 +17,13 @@ struct Known {
 };
 
 // f(known) of a node under the lock; makes the entry where it is missing.
-void update_known(const NodePtr& node, const std::function<void(Known&)>& f);
+void update_known(const NodePtr& node, const std::function<void(OutputRecord&)>& f);
 
 // Nothing where the node has gone or nothing is known of it.
-std::optional<Known> known_of(const torch::autograd::Node* node);
+std::optional<OutputRecord> known_of(const torch::autograd::Node* node);
 
 // The same of the node whose first output t is.
-std::optional<Known> known_of(const at::Tensor& t);
+std::optional<OutputRecord> known_of(const at::Tensor& t);
 
 // The tensor that t is a view of, or t.
 at::Tensor owner(const at::Tensor& t);

@@ -56,7 +56,7 @@ struct Norm : torch::autograd::Function<Norm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     const OptTensor weight = optional(kept[1]), bias = optional(kept[2]);
     int64_t edge = 1;

@@ -40,7 +40,7 @@ struct Linear : torch::autograd::Function<Linear> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(3);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     std::vector<Tensor> g(3);
     const Tensor rows = grad.reshape({-1, grad.size(-1)});
     if (ctx->needs_input_grad(1))

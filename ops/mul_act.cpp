@@ -92,7 +92,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     std::vector<Tensor> g(2);
     {
       at::NoGradGuard no_grad;

@@ -62,7 +62,7 @@ struct Prelu : torch::autograd::Function<Prelu> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     const std::array<bool, 2> want{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
     std::vector<Tensor> g(2);
     const Tensor x = kept[0], weight = kept[1];

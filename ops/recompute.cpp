@@ -43,7 +43,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   if (!recompute.offered() || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (Journal* now = noting()) {
     const int value = note(now, output, operands, make, recompute.site, flops);
-    update_known(node, [&](Known& k) { k.value = value; });
+    update_known(node, [&](OutputRecord& k) { k.value = value; });
   }
   if (!recompute.recomputes()) return;
   auto recipe = std::make_shared<Recipe>();
@@ -81,7 +81,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     }
     recipe->sources.push_back(std::move(s));
   }
-  update_known(node, [&](Known& k) {
+  update_known(node, [&](OutputRecord& k) {
     k.recipe = std::move(recipe);
     k.version = output._version();
   });

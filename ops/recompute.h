@@ -91,12 +91,12 @@ class Keeper {
 
 // The other end, in backward. Unpacks everything once, which raises PyTorch's errors for freed graphs and for tensors
 // changed in place; where the latter are only there to make others, with a sentence of ours.
-class Kept {
+class SavedTensors {
  public:
-  explicit Kept(torch::autograd::AutogradContext* ctx);
-  ~Kept();
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
+  explicit SavedTensors(torch::autograd::AutogradContext* ctx);
+  ~SavedTensors();
+  SavedTensors(const SavedTensors&) = delete;
+  SavedTensors& operator=(const SavedTensors&) = delete;
   // Tensor number `slot` of those added; undefined where that was. One that is recomputed is made at every call, unless
   // it is held for others.
   at::Tensor operator[](size_t slot) const;

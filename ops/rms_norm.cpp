@@ -63,7 +63,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     const int64_t columns = data["columns"].toInt();
     const bool want_x = ctx->needs_input_grad(0), want_weight = data.count("shape") && ctx->needs_input_grad(1);

@@ -63,7 +63,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     const auto weights = static_cast<size_t>(data["weights"].toInt());
     variable_list result(4 + weights);
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
-    const Kept kept(ctx);
+    const SavedTensors kept(ctx);
     std::vector<Tensor> w;
     for (size_t i = 0; i < weights; ++i) w.push_back(kept[3 + i]);
     const bool lstm = kept[2].defined();

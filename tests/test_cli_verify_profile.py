@@ -296,7 +296,7 @@ def one_sentence(done):
     "args, code, says",
     [
         (("--input", "2x"), 2, "looks like 8x3x224x224"),
-        (("--input", "2x3x8x8:f99"), 2, "no dtype"),
+        (("--input", "2x3x8x8:f99"), 2, "not a dtype"),
         ((), 3, "forward takes 1 argument (x: Tensor)"),
         ((*SHAPE, *SHAPE), 3, "forward takes 1 argument"),
         (("--input", "3:int"), 3, "wants Tensor and got an int"),

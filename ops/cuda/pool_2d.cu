@@ -100,15 +100,15 @@ __device__ inline uint32_t element(const Pool2d& a, const Place2d& p, uint32_t r
 // As many elements as a thread has, 1 or 8, as they lie in memory.
 template <class T, int width>
 struct Some {
-  using Kept = std::conditional_t<width == 8, Octet<T>, T>;
-  static __device__ inline Kept read(const void* from, uint32_t e) {
+  using Packed = std::conditional_t<width == 8, Octet<T>, T>;
+  static __device__ inline Packed read(const void* from, uint32_t e) {
     const T* p = static_cast<const T*>(from) + e;
     if constexpr (width == 8)
       return read_octet<true>(p, true, 0, 8);
     else
       return *p;
   }
-  static __device__ inline void numbers(const Kept& kept, compute_t<T> (&v)[width]) {
+  static __device__ inline void numbers(const Packed& kept, compute_t<T> (&v)[width]) {
     if constexpr (width == 8)
       numbers_in(kept, v);
     else
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_2d(Pool2d a) {
   const auto inside = [&](int kh, int kw) {
     return h0 + kh >= 0 && h0 + kh < a.h.in && w0 + kw >= 0 && w0 + kw < a.w.in;
   };
-  const auto look = [&](const typename Own::Kept& kept, int kh, int kw) {
+  const auto look = [&](const typename Own::Packed& kept, int kh, int kw) {
     Own::numbers(kept, v);
 #pragma unroll
     for (int k = 0; k < width; ++k) {
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_2d(Pool2d a) {
     }
   };
   if constexpr (window > 0) {
-    typename Own::Kept kept[window][window];
+    typename Own::Packed kept[window][window];
 #pragma unroll
     for (int kh = 0; kh < window; ++kh)
 #pragma unroll
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_2d(Pool2d a) {
   if (index >= a.threads) return;
   const Place2d p = place_of<width>(a, index);
   const int h = static_cast<int>(p.h), w = static_cast<int>(p.w);
-  typename Own::Kept kept{};
+  typename Own::Packed kept{};
   if constexpr (norm) kept = Own::read(a.x, width * index);
   A sum[width], g[width];
 #pragma unroll

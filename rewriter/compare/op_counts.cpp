@@ -22,22 +22,22 @@ std::string called_method_class(const Node* call) {
 // Operators, and calls with what they call, however deep in branches; what only moves values about is left out, and so
 // are branches that a call's constant arguments rule out.
 struct Ops {
-  using Known = std::unordered_map<const Value*, bool>;
+  using Constants = std::unordered_map<const Value*, bool>;
   struct Call {
     Function* function;  // null where it isn't known before run time
-    Known known;         // the callee's inputs that are constant here
+    Constants known;     // the callee's inputs that are constant here
   };
   std::map<std::string, int> ops;
   std::set<std::string> on_tensors;  // those with a tensor among their results
   std::map<std::string, std::vector<Call>> calls;
 
-  static std::optional<bool> constant(const Value* v, const Known& known) {
+  static std::optional<bool> constant(const Value* v, const Constants& known) {
     if (auto it = known.find(v); it != known.end()) return it->second;
     auto value = toIValue(v);
     return value && value->isBool() ? std::optional(value->toBool()) : std::nullopt;
   }
 
-  void call(const std::string& name, Function* f, at::ArrayRef<const Value*> arguments, const Known& known) {
+  void call(const std::string& name, Function* f, at::ArrayRef<const Value*> arguments, const Constants& known) {
     Call c{f, {}};
     if (auto g = graph_of(f))
       for (size_t i = 0; i < std::min(arguments.size(), g->inputs().size()); ++i)
@@ -45,7 +45,7 @@ struct Ops {
     calls[name].push_back(std::move(c));
   }
 
-  void add(const Block* b, const Known& known = {}) {
+  void add(const Block* b, const Constants& known = {}) {
     for (const Node* n : b->nodes()) {
       if (n->kind() == prim::CallMethod) {
         call(called_method_class(n) + "." + n->s(attr::name), called_method(n), n->inputs(), known);

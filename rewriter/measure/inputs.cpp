@@ -55,12 +55,12 @@ struct Spec {
 IValue scalar(const std::string& spec, const std::string& value, const std::string& kind) {
   if (kind == "int") {
     int64_t i = 0;
-    if (!number(value, i)) bad_spec(spec, fmt::format("'{}' is no whole number", value));
+    if (!number(value, i)) bad_spec(spec, fmt::format("'{}' is not a whole number", value));
     return i;
   }
   if (kind == "float") {
     double d = 0;
-    if (!number(value, d)) bad_spec(spec, fmt::format("'{}' is no number", value));
+    if (!number(value, d)) bad_spec(spec, fmt::format("'{}' is not a number", value));
     return d;
   }
   if (value != "true" && value != "false") bad_spec(spec, fmt::format("'{}' is neither true nor false", value));
@@ -76,7 +76,7 @@ std::vector<int64_t> parse_shape(const std::string& spec, const std::string& tex
     int64_t d = 0;
     std::string part = text.substr(from, to - from);
     if (!number(part, d) || d < 0)
-      bad_spec(spec, part.empty() ? "a dimension is missing" : fmt::format("'{}' is no dimension", part));
+      bad_spec(spec, part.empty() ? "a dimension is missing" : fmt::format("'{}' is not a dimension", part));
     shape.push_back(d);
     if (to == text.size()) return shape;
     from = to + 1;
@@ -105,7 +105,7 @@ Spec parse_tensor(const std::string& spec, const std::string& shape, std::string
     for (auto& [name, _] : dtypes()) names += fmt::format("{}{}", names.empty() ? "" : ", ", name);
     if (dtype == "int" || dtype == "float")
       bad_spec(spec, fmt::format("{} is for a single number, a tensor takes one of {}", dtype, names));
-    bad_spec(spec, fmt::format("'{}' is no dtype (one of {})", dtype, names));
+    bad_spec(spec, fmt::format("'{}' is not a dtype (one of {})", dtype, names));
   }
   s.dtype = it->second;
   if (s.range && s.dtype == at::kBool) bad_spec(spec, "a bool takes no range");

@@ -372,7 +372,7 @@ void check_rewrite(const Rule& rule, const Matched& m) {
     if (!m.made_by.count(name) || !made.count(name))
       throw PatternFault{
           "shared", 0, 0,
-          fmt::format("%{} is no value that both match and rewrite make, so it can't have other users", name),
+          fmt::format("%{} is not a value that both match and rewrite make, so it can't have other users", name),
           "%" + name};
 }
 
@@ -386,7 +386,7 @@ void check_sizes(const Rule& rule, const Matched& m) {
   const Line& line = lines[0];
   const auto place = m.made_by.find(line.outputs[0]);
   if (place == m.made_by.end() || place->second + 1 == m.lines.size())
-    fault("sizes", line, line.output_columns[0], fmt::format("%{} is no inner value of match", line.outputs[0]));
+    fault("sizes", line, line.output_columns[0], fmt::format("%{} is not an inner value of match", line.outputs[0]));
   check_operands(m, line, place->second, {});
   if (const TypePtr type = called("sizes", line, {}, [](const FunctionSchema&) { return true; }).returns()[0].type();
       !type->isSubtypeOf(*c10::ListType::ofInts()))
@@ -397,7 +397,7 @@ void check_sizes(const Rule& rule, const Matched& m) {
 void check_words(const Rule& rule, const Matched& m) {
   for (const std::string& name : rule.intact)
     if (!m.inputs.count(name) && !m.made_by.count(name))
-      throw PatternFault{"keeps", 0, 0, fmt::format("%{} is no value of match", name), "%" + name};
+      throw PatternFault{"keeps", 0, 0, fmt::format("%{} is not a value of match", name), "%" + name};
   const bool any_act = std::any_of(m.lines.begin(), m.lines.end(), [](const Line& l) { return l.op == "act"; });
   for (const std::string& name : rule.activations) {
     if (!any_act) throw PatternFault{"activations", 0, 0, "match has no line with act, which activations are for"};
@@ -406,7 +406,8 @@ void check_words(const Rule& rule, const Matched& m) {
       if (info.saves != ActSaves::nothing) names.push_back(info.name);
     if (std::find(names.begin(), names.end(), name) == names.end())
       throw PatternFault{"activations", 0, 0,
-                         fmt::format("'{}' is no activation here; there are: {}", name, fmt::join(names, ", ")), name};
+                         fmt::format("'{}' is not an activation here; there are: {}", name, fmt::join(names, ", ")),
+                         name};
   }
   for (const std::string& name : rule.fed_by) {
     const bool known = name == "act" || name == "parameter" || is_with_number(name) ||

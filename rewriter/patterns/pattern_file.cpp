@@ -33,7 +33,7 @@ std::string read_text(const std::string& file) {
   text.resize(static_cast<size_t>(in.gcount()));
   for (const char c : text)
     if (std::iscntrl(static_cast<unsigned char>(c)) && c != '\n' && c != '\t' && c != '\r')
-      throw Error(ErrorKind::input, fmt::format("'{}' is no text, so it can't be a pattern file.", file));
+      throw Error(ErrorKind::input, fmt::format("'{}' is not a text file, so it can't be a pattern file.", file));
   if (text.size() == kMost) throw Error(ErrorKind::input, fmt::format("The pattern file '{}' is too large.", file));
   return text;
 }

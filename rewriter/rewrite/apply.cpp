@@ -16,7 +16,7 @@ using namespace torch::jit;
 
 // A match told from all others of a view. A dropout that draws otherwise is another match, and so is an op that may not
 // offer its output.
-static auto identity(const Found& f, const std::vector<Place>& nodes) {
+static auto identity(const FoundMatch& f, const std::vector<Place>& nodes) {
   std::vector<std::pair<const Scope*, Node*>> places;
   for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
   return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten, f.in_place, f.act_in_place,
@@ -45,15 +45,15 @@ static bool returns_argument(const Node* call) {
           (graph->outputs()[0]->node()->kind() == prim::CallMethod && returns_argument(graph->outputs()[0]->node())));
 }
 
-Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
+Choice choose_matches(const std::vector<FoundMatch>& allowed, const std::vector<FoundMatch>& all,
                       const std::set<std::pair<const Scope*, Node*>>& copied,
                       const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
                       const MatchesOf& matches_of, const MatchesOf& allowed_of) {
   using Identity = decltype(identity(allowed[0], {}));
   std::set<Identity> here;
-  for (const Found& f : all) here.insert(identity(f, f.nodes));
+  for (const FoundMatch& f : all) here.insert(identity(f, f.nodes));
   // A callee's match, as it would be in this view; null where not all of its nodes are.
-  const auto seen_from_here = [&](const Found& f, const Scope* call) -> std::optional<std::vector<Place>> {
+  const auto seen_from_here = [&](const FoundMatch& f, const Scope* call) -> std::optional<std::vector<Place>> {
     std::vector<Place> nodes;
     for (const Place& p : f.nodes) {
       const auto place = within(call, p, scopes);
@@ -70,13 +70,13 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
   std::unordered_set<const Scope*> differing;  // calls whose callee has a match that this view has not
   for (const Scope* s : calls) {
     if (!s->of_module) continue;
-    const std::vector<Found>* theirs = matches_of(s->type.get(), s->method);
+    const std::vector<FoundMatch>* theirs = matches_of(s->type.get(), s->method);
     if (!theirs) continue;
-    for (const Found& f : *theirs)
+    for (const FoundMatch& f : *theirs)
       if (const auto nodes = seen_from_here(f, s))
         if (const auto id = identity(f, *nodes); here.count(id)) of_call[s].insert(id);
     // What is left out there is never applied, and no reason to inline the call.
-    for (const Found& f : *allowed_of(s->type.get(), s->method))
+    for (const FoundMatch& f : *allowed_of(s->type.get(), s->method))
       if (const auto nodes = seen_from_here(f, s); nodes && !here.count(identity(f, *nodes))) differing.insert(s);
   }
   // Of the module calls around a scope that stay calls; null: none.
@@ -86,7 +86,7 @@ Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found
       if (s->of_module && !choice.inlined.count(s)) outermost = s;
     return outermost;
   };
-  const auto left_to_callee = [&](const Found& f) {
+  const auto left_to_callee = [&](const FoundMatch& f) {
     const Scope* call = outermost_call(f.scope);
     return call && of_call[call].count(identity(f, f.nodes)) > 0;
   };
@@ -168,7 +168,7 @@ void add_defaults(Graph& g, const std::string& op, std::vector<Value*>& argument
 }
 
 // Puts one line's op before `at`.
-Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const Found& f,
+Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const FoundMatch& f,
                const RecomputeValue& recompute) {
   WithInsertPoint here(at);
   std::vector<Value*> arguments;
@@ -226,7 +226,7 @@ void reroute_sizes(Graph& g, const Rule& rule, Value* inner, Node* sizes) {
   if (!sizes->hasUses()) sizes->destroy();
 }
 
-void put(Graph& g, const View& copy, const Found& f, const RecomputeValue& recompute) {
+void put(Graph& g, const View& copy, const FoundMatch& f, const RecomputeValue& recompute) {
   std::vector<Node*> nodes;
   for (const Place& p : f.nodes) nodes.push_back(copy.copies.at({p.scope, p.node}));
   std::map<std::string, Value*> values;
@@ -296,9 +296,9 @@ Offers offers_recompute(const std::string& op) {
 
 // Users, outside their match, of values that are no longer made, in a copy that leaves calls as they are; those that
 // ask for sizes aside.
-static std::vector<Node*> strangers(const View& copy, const std::vector<const Found*>& matches) {
+static std::vector<Node*> strangers(const View& copy, const std::vector<const FoundMatch*>& matches) {
   std::vector<Node*> users;
-  for (const Found* f : matches) {
+  for (const FoundMatch* f : matches) {
     std::set<std::string> made;
     for (const Line& line : rewrite_lines(f->rule->rewrite)) made.insert(line.outputs.begin(), line.outputs.end());
     std::vector<Node*> nodes;
@@ -369,7 +369,7 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     guard_assumptions(copy);
     remove_dead_code(copy, UnusedNorms::stay);
   }
-  for (const Found* f : choice.matches) put(*copy.graph, copy, *f, recompute);
+  for (const FoundMatch* f : choice.matches) put(*copy.graph, copy, *f, recompute);
   number_names(*copy.graph);
   // The check takes seconds for thousands of branches, as each looks at all nodes.
   const auto nodes = copy.graph->nodes();

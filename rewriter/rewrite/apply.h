@@ -8,7 +8,7 @@
 namespace tsmem {
 
 // The `recompute` argument of an op of ours that is put into a graph, at its insert point.
-using RecomputeValue = std::function<Value*(Graph&, const std::string& op, const Found&)>;
+using RecomputeValue = std::function<Value*(Graph&, const std::string& op, const FoundMatch&)>;
 
 // Whether an op of ours ("tsmem::add") can offer its output to be recomputed: it has an argument `recompute`. An
 // expensive one (ops/traits.h) is only recomputed where a plan says so.
@@ -19,11 +19,11 @@ Offers offers_recompute(const std::string& op);
 bool takes(const std::string& op, const std::string& argument);
 
 // The matches of a module class's method in its own view; null where it is not rewritten.
-using MatchesOf = std::function<const std::vector<Found>*(const c10::ClassType*, const std::string& method)>;
+using MatchesOf = std::function<const std::vector<FoundMatch>*(const c10::ClassType*, const std::string& method)>;
 
 // What of a view is applied in the method's own body.
 struct Choice {
-  std::vector<const Found*> matches;
+  std::vector<const FoundMatch*> matches;
   std::unordered_set<const Scope*> inlined;  // calls and branches to be inlined
 };
 
@@ -34,7 +34,7 @@ struct Choice {
 // `allowed_of`) is no reason to. Functions are shared with the kept originals and never rewritten in place. `copied`:
 // places of the view, those of code that is never run included. `inlined`: calls and branches that are inlined in any
 // case.
-Choice choose_matches(const std::vector<Found>& allowed, const std::vector<Found>& all,
+Choice choose_matches(const std::vector<FoundMatch>& allowed, const std::vector<FoundMatch>& all,
                       const std::set<std::pair<const Scope*, Node*>>& copied,
                       const std::unordered_set<const Scope*>& inlined, const Scopes& scopes,
                       const MatchesOf& matches_of, const MatchesOf& allowed_of);

@@ -31,7 +31,7 @@ MatchesOf allowed_matches_of(const Results& results) {
 // which is given to all instances and noted in `sites`.
 RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Level level, size_t& attributes,
                                   std::vector<Site>& sites) {
-  return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const Found& found) {
+  return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const FoundMatch& found) {
     const bool expensive = offers_recompute(op) == Offers::expensive;
     const bool again = level != Level::ops && !expensive;
     if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
@@ -60,7 +60,8 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
                  const RecomputeValue& recompute, const std::set<WayInMethod>& lasting) {
   std::unordered_set<const Scope*> around_unused = result.around_unused;
   for (const auto& [scope, node] : result.copied)
-    if (updates_statistics(node) && lasting.count(way_in_method({scope, node}))) add_with_parents(scope, around_unused);
+    if (updates_statistics(node) && !in_autocast({scope, node}) && lasting.count(way_in_method({scope, node})))
+      add_with_parents(scope, around_unused);
   Applied a;
   for (const bool inline_all : {false, true}) {
     if (inline_all)
@@ -119,7 +120,7 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
       Result& result = it->second;
       Applied applied = apply_in(*f, result, selection, scopes, results, recompute, lasting);
       if (!applied.body) continue;
-      for (const Found* found : applied.choice.matches) result.found.push_back(*found);
+      for (const FoundMatch* found : applied.choice.matches) result.found.push_back(*found);
       if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
         checkpoint_in(*applied.body, c, selection, scopes, result);
       if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;

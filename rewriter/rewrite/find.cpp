@@ -90,7 +90,7 @@ void draw_as_callers(Results& results) {
       for (const Scope* s = place.first; s; s = s->parent) {
         const auto callee = s->of_module ? results.find({s->type.get(), s->method}) : results.end();
         if (callee == results.end()) continue;
-        for (Found& found : callee->second.matched.found)
+        for (FoundMatch& found : callee->second.matched.found)
           for (const Place& p : found.nodes)
             if (p.node == place.second && way_in(nullptr, p.scope) == way_in(s, place.first)) found.draws = false;
       }
@@ -123,7 +123,7 @@ bool model_differentiates_twice(const Selection& selection) {
 
 // What is recomputed has no second derivatives.
 void refuse_all(MatchResult& matched) {
-  for (const Found& found : matched.found)
+  for (const FoundMatch& found : matched.found)
     matched.refused.push_back({found.pattern, found.scope,
                                "the model differentiates its own gradients (torch.autograd.grad with create_graph), "
                                "and what is recomputed has no second derivatives; at level 'ops' it may be rewritten"});
@@ -162,7 +162,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
-  for (Found& found : result.matched.found)
+  for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
   return result;
@@ -218,7 +218,7 @@ void assign_matches(const Selection& selection, const Scopes& scopes, Results& r
     const auto own =
         choose_matches(all, all, result.copied, result.inlined, scopes, matches_of(results), matches_of(results))
             .matches;
-    for (const Found& found : all) {
+    for (const FoundMatch& found : all) {
       const LeftOut left_out = leaves_out(found, c, {c.type.get(), f.name()}, selection);
       if (!left_out.is)
         result.allowed.push_back(found);

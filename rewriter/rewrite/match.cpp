@@ -232,7 +232,7 @@ class Matcher {
   }
 
   void accept(const CompiledRule& rule, const Attempt& a) {
-    Found found{rule.pattern, rule.rule, {}, a.values, "", {}, nullptr};
+    FoundMatch found{rule.pattern, rule.rule, {}, a.values, "", {}, nullptr};
     for (size_t i = 0; i < a.nodes.size(); ++i) {
       if (a.ops[i].name == "act") {
         found.act = a.ops[i].act;
@@ -293,7 +293,7 @@ class Matcher {
   }
 
   // What the match reads when it runs again.
-  std::set<Value*> read_again(const Attempt& a, const Found& found) const {
+  std::set<Value*> read_again(const Attempt& a, const FoundMatch& found) const {
     std::set<Value*> read;
     for (const Line& line : rewrite_lines(found.rule->rewrite))
       for (const std::string& argument : line.arguments)
@@ -313,7 +313,7 @@ class Matcher {
     for (Value* written : view_.overwritten_unused) writes.push_back({nullptr, written, true, false});
     for (size_t i = 0; i < accepted_.size(); ++i) {
       const Attempt& a = accepted_[i];
-      Found& found = result_.found[i];
+      FoundMatch& found = result_.found[i];
       const auto lines = rewrite_lines(found.rule->rewrite);
       if (std::none_of(lines.begin(), lines.end(),
                        [](const Line& line) { return offers_recompute(line.op) != Offers::nothing; }))

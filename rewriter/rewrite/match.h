@@ -16,7 +16,7 @@ struct Operand {
   bool output;
 };
 
-struct Found {
+struct FoundMatch {
   const Pattern* pattern;
   const Rule* rule;
   std::vector<Place> nodes;               // in the order of the rule's lines
@@ -39,7 +39,7 @@ struct NearMiss {
 };
 
 struct MatchResult {
-  std::vector<Found> found;
+  std::vector<FoundMatch> found;
   std::vector<NearMiss> refused;
 };
 

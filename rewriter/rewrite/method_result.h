@@ -25,8 +25,8 @@ struct Result {
   std::map<std::pair<const Scope*, Node*>, bool> draws_again;    // where modules run again: drawing_inside()
   std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
   std::unordered_set<const Scope*> inlined;                      // around these calls
-  std::vector<Found> allowed;                                    // of the matches, what is not left out
-  std::vector<Found> found;                                      // of these, what is applied in this method
+  std::vector<FoundMatch> allowed;                               // of the matches, what is not left out
+  std::vector<FoundMatch> found;                                 // of these, what is applied in this method
   std::vector<Refusal> refused;                                  // without the module
   std::shared_ptr<Graph> body;                                   // rewritten; null where nothing was found
   std::optional<View> body_view;                                 // of the same graph

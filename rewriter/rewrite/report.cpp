@@ -74,7 +74,7 @@ Calls reported_methods(const Module& root, const std::vector<ModuleClass>& class
 std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   std::unordered_set<const Node*> nodes;
   for (const auto& [method, result] : results)
-    for (const Found& found : result.found)
+    for (const FoundMatch& found : result.found)
       for (const Line& line : rewrite_lines(found.rule->rewrite))
         if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
           for (const Place& p : found.nodes) nodes.insert(p.node);
@@ -92,7 +92,7 @@ std::string common_path(const std::string& a, const std::string& b) {
   return a.substr(0, end);
 }
 
-Match match_of(const Found& found, const std::string& path, const std::string& method, Level level) {
+Match match_of(const FoundMatch& found, const std::string& path, const std::string& method, Level level) {
   std::string inner = module_path(found.nodes.front().node);  // of a flat body
   for (const Place& p : found.nodes) inner = common_path(inner, module_path(p.node));
   Match m{found.pattern->name, join_path(path, inner), method, {}, false, ""};
@@ -154,7 +154,7 @@ RewriteReport report(const Module& module, const Selection& selection, const Res
       report.regions.push_back({join_path(path, inner), name, {"its arguments"}, {"all of " + name}, /*whole=*/true});
     Region region{path, method, {}, {}};
     std::set<std::pair<const Scope*, const Node*>> known_kept;
-    for (const Found& found : it->second.found) {
+    for (const FoundMatch& found : it->second.found) {
       Match m = match_of(found, path, method, selection.options.level);
       if (m.recomputed) {
         region.recomputed.push_back(m.nodes.back());

@@ -111,7 +111,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
   return s;
 }
 
-LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& method, const Selection& selection) {
+LeftOut leaves_out(const FoundMatch& found, const ModuleClass& c, const Method& method, const Selection& selection) {
   if (selection.in_autocast.count(method))
     return {true, fmt::format("{} is called inside an autocast block of the model's own code, whose casts TorchScript "
                               "inserts for its own operators only",

@@ -42,6 +42,6 @@ struct LeftOut {
 
 // Whether the option `module` leaves a match out, or it is called inside an autocast block of the model's own code. A
 // class has one body for all its instances: all of them or none.
-LeftOut leaves_out(const Found& found, const ModuleClass& c, const Method& method, const Selection& selection);
+LeftOut leaves_out(const FoundMatch& found, const ModuleClass& c, const Method& method, const Selection& selection);
 
 }  // namespace tsmem

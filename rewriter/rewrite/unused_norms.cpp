@@ -269,7 +269,7 @@ std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const
   std::unordered_set<const Scope*> around;
   bool any = false;
   for (const auto& [n, place] : whole.places)
-    if (updates_statistics(n) && lasting.count(way_in_method(place))) {
+    if (updates_statistics(n) && !in_autocast(place) && lasting.count(way_in_method(place))) {
       any = true;
       add_with_parents(place.scope, around);
     }
@@ -277,7 +277,8 @@ std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const
   View body = copy_graph(
       source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
   for (Node* n : norms_of(*body.graph))
-    if (lasting.count(way_in_method(body.places.at(n)))) put_in_place(n, body);
+    if (const Place& place = body.places.at(n); !in_autocast(place) && lasting.count(way_in_method(place)))
+      put_in_place(n, body);
   return body;
 }
 
@@ -285,7 +286,7 @@ void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, co
   std::set<Node*> kept;
   for (Node* n : norms_of(*body.graph))
     if (const auto place = body.places.find(n);
-        place != body.places.end() && lasting.count(way_in_method(place->second)))
+        place != body.places.end() && !in_autocast(place->second) && lasting.count(way_in_method(place->second)))
       kept.insert(n);
   if (const auto unused = unused_norms(*body.graph); !unused.empty()) {
     const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);

@@ -58,6 +58,13 @@ bool inside_autocast(const Node* n) {
   return false;
 }
 
+bool in_autocast(const Place& place) {
+  if (inside_autocast(place.node)) return true;
+  for (const Scope* s = place.scope; s; s = s->parent)
+    if (inside_autocast(s->node)) return true;
+  return false;
+}
+
 bool borders_no_grad(const Node* n) { return borders(n, "torch.autograd.grad_mode.no_grad"); }
 
 std::shared_ptr<Graph> callee(const Node* call) {

@@ -88,8 +88,9 @@ View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(co
 // Whether n begins or ends a `with autocast` block of the model's own code.
 bool borders_autocast(const Node* n);
 
-// Whether n is in such a block.
+// Whether n, or a place or a call around it, is in such a block.
 bool inside_autocast(const Node* n);
+bool in_autocast(const Place& place);
 
 // Whether n begins or ends a `with torch.no_grad()` block.
 bool borders_no_grad(const Node* n);

@@ -1,4 +1,4 @@
-// What a node keeps for backward, and what it finds there (Keeper and Kept).
+// What a node keeps for backward, and what it finds there (Keeper and SavedTensors).
 #include <torch/csrc/autograd/engine.h>
 
 #include "journal.h"
@@ -112,7 +112,7 @@ void drop_own_output() {
 
 }  // namespace
 
-Kept::Kept(torch::autograd::AutogradContext* ctx) {
+SavedTensors::SavedTensors(torch::autograd::AutogradContext* ctx) {
   const auto program = c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule());
   leaves_ = unpack(ctx, *program);
   recipes_ = program->recipes;
@@ -128,7 +128,7 @@ Kept::Kept(torch::autograd::AutogradContext* ctx) {
   drop_own_output();
 }
 
-Kept::~Kept() {
+SavedTensors::~SavedTensors() {
   for (const Visited& visited : places_)
     for (const auto& [recipe, leaf] : visited) {
       if (!recipe->shared) continue;
@@ -138,7 +138,7 @@ Kept::~Kept() {
     }
 }
 
-Tensor Kept::operator[](size_t slot) const {
+Tensor SavedTensors::operator[](size_t slot) const {
   if (!recipes_[slot]) return leaves_[first_[slot]];
   const Below below;
   return make_again(recipes_[slot], leaves_.data(), places_[slot], user_);
@@ -191,7 +191,7 @@ MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& f
 
 }  // namespace
 
-void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)>& f) const {
+void SavedTensors::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)>& f) const {
   const RecipePtr& recipe = recipes_[slot];
   if (!recipe || recipe->rows != Rows::own || recipe->columns == 0 || held(*recipe)) {
     const Tensor whole = (*this)[slot];
@@ -212,15 +212,16 @@ void Kept::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)
   }
 }
 
-bool Kept::made(size_t slot) const { return recipes_[slot] != nullptr; }
+bool SavedTensors::made(size_t slot) const { return recipes_[slot] != nullptr; }
 
-std::vector<Tensor> Kept::refuse_double_backward(std::vector<Tensor> grads, const char* op, const Tensor& grad) const {
+std::vector<Tensor> SavedTensors::refuse_double_backward(std::vector<Tensor> grads, const char* op,
+                                                         const Tensor& grad) const {
   std::vector<Tensor> sources = leaves_;
   sources.push_back(grad);
   return tsmem::refuse_double_backward(std::move(grads), op, sources);
 }
 
-bool Kept::any_made() const {
+bool SavedTensors::any_made() const {
   return std::any_of(recipes_.begin(), recipes_.end(), [](const RecipePtr& r) { return r != nullptr; });
 }
 
