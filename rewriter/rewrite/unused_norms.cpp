@@ -14,6 +14,7 @@
 #include <torch/csrc/jit/runtime/profiling_record.h>
 
 #include "ops/recompute_argument.h"
+#include "rewriter/measure/estimate.h"
 #include "rewriter/modules.h"
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/observed.h"
@@ -223,6 +224,7 @@ static std::set<size_t> run_in_later_calls(Graph& first) {
 }
 
 std::set<WayInMethod> lasting_unused_norms(const Module& module) {
+  const auto on_meta = estimate_on_meta();  // the passes compare constants, which may have no values
   std::map<const Graph*, bool> with_norm;
   std::map<const Graph*, Preoptimized> callees;
   std::set<WayInMethod> lasting;
