@@ -13,10 +13,9 @@ namespace {
 
 // What they say of a tensor does not depend on its values, and TorchScript may know it beforehand.
 bool asks_for_no_values(const Node* n) {
-  static const std::set<Symbol> kinds = {aten::size,   aten::dim,           aten::numel,
-                                         aten::len,    prim::dtype,         prim::device,
-                                         prim::layout, prim::requires_grad, aten::is_floating_point,
-                                         aten::__is__, aten::__isnot__};
+  static const std::set<Symbol> kinds = {
+      aten::size,   aten::dim,           Symbol::aten("numel"),   aten::len,    prim::dtype,    prim::device,
+      prim::layout, prim::requires_grad, aten::is_floating_point, aten::__is__, aten::__isnot__};
   return kinds.count(n->kind()) > 0;
 }
 
