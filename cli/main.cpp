@@ -239,12 +239,14 @@ int run(int argc, char** argv) {
   return code;
 }
 
-// The sentence, with the option that helps as it is spelled here.
+// The sentence, with the option or the command that helps as it is spelled here.
 std::string with_advice(const Error& e) {
   static const std::map<std::string, const char*> advice = {
       {"ops", "name the library that defines it with --ops LIB.so"},
       {"force", "use --force to replace it"},
       {"estimate", "leave --estimate out"},
+      {"modules", "'tsmem inspect' lists them"},
+      {"patterns", "'tsmem patterns' lists them"},
   };
   std::string text = e.what();
   const auto known = advice.find(e.option);

@@ -136,7 +136,7 @@ def test_checkpoint(model, tmp_path):
     assert "module calls keep their arguments alone" in done.stdout
     assert run("rewrite", tmp_path / "out.pt", "-o", tmp_path / "back.pt", "--restore").returncode == 0
     assert run("diff", model, tmp_path / "back.pt").returncode == 0
-    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "nothing.*", says=["to checkpoint matches 'nothing.*'"])
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "nothing.*", says=["to checkpoint matches 'nothing.*'; 'tsmem inspect' lists them."])
     fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "block1.relu", says=["name both or neither"])
     fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--checkpoint", "*.relu", says=["block1.relu", "overwrites its argument"])
     fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--restore", "--checkpoint", "block1", says=["exclude each other"])

@@ -151,11 +151,13 @@ def test_errors_are_the_tools_sentence(tsmem):
     module = models.make("cnn")
     with pytest.raises(tsmem.Error, match="no-such-pattern") as error:
         tsmem.rewrite(module, only="no-such-pattern")
-    assert error.value.kind == "request" and "\n" not in str(error.value)
+    assert error.value.kind == "request" and "\n" not in str(error.value) and "'tsmem " not in str(error.value)
     with pytest.raises(tsmem.Error, match="no option 'force'"):
         tsmem.rewrite(module, force=True)
     with pytest.raises(tsmem.Error, match="torch.jit.script"):
         tsmem.rewrite(torch.nn.Linear(2, 2))
+    with pytest.raises(tsmem.Error, match="^an int was given"):
+        tsmem.verify(module, 3)
     with pytest.raises(tsmem.Error, match="a str was given"):
         tsmem.rewrite("model.pt")
 

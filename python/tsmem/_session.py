@@ -36,7 +36,7 @@ def _scripted(module: Any) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return module._c
     name = type(module).__name__
-    what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
     raise Error(
         f"{what} was given; tsmem takes TorchScript and programs of torch.export: "
         "pass torch.jit.script(model), or torch.export.export(model, examples).",

@@ -23,9 +23,7 @@ std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes
           found.insert(path);
           any = true;
         }
-    if (!any)
-      throw Error(ErrorKind::request,
-                  fmt::format("no module to checkpoint matches '{}'; 'tsmem inspect' lists them", glob));
+    if (!any) throw Error(ErrorKind::request, fmt::format("no module to checkpoint matches '{}'", glob), "modules");
   }
   std::set<std::string> outermost;
   for (const std::string& path : found) {

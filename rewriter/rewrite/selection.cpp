@@ -69,8 +69,10 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
     for (const std::string& name : *list)
       if (std::find(names.begin(), names.end(), name) == names.end()) {
         const std::string near = nearest(name, names);
-        throw Error(ErrorKind::request, fmt::format("there is no pattern '{}'{}; 'tsmem patterns' lists them", name,
-                                                    near.empty() ? "" : fmt::format(", did you mean '{}'?", near)));
+        throw Error(ErrorKind::request,
+                    fmt::format("there is no pattern '{}'{}", name,
+                                near.empty() ? "" : fmt::format(", did you mean '{}'?", near)),
+                    "patterns");
       }
   std::vector<const Pattern*> chosen;
   for (const Pattern* p : known) {
@@ -97,7 +99,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
     bool any = false;
     for (const ModuleClass& c : s.classes)
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
-    if (!any) throw Error(ErrorKind::request, fmt::format("no module matches '{}'; 'tsmem inspect' lists them", glob));
+    if (!any) throw Error(ErrorKind::request, fmt::format("no module matches '{}'", glob), "modules");
   }
   s.checkpointed = checkpointed_paths(s.classes, options.checkpoint);
   for (const ModuleClass& c : s.classes)
