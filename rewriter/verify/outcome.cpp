@@ -291,7 +291,8 @@ static std::string layout_of(const at::Tensor& t) {
                      t.is_non_overlapping_and_dense() ? "" : ", not densely");
 }
 
-static std::vector<Trait> traits_of(const std::vector<at::Tensor>& outputs, std::map<const void*, std::string> owners) {
+static std::vector<Trait> output_traits(const std::vector<at::Tensor>& outputs,
+                                        std::map<const void*, std::string> owners) {
   std::vector<Trait> out;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& t = outputs[i];
@@ -346,7 +347,7 @@ Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t se
         }
     }
     for (const IValue& v : all_values(output)) out.outputs.push_back({"", as_tensor(v)});
-    out.traits = traits_of(all_tensors(output), owners(m, inputs));
+    out.traits = output_traits(all_tensors(output), owners(m, inputs));
     if (!roots.empty() && backward) torch::autograd::backward(roots, random);
     out.seconds = seconds_since(start);
     for (const auto& p : m.named_parameters()) out.gradients.push_back({p.name, kept(p.value.grad())});
