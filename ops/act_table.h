@@ -1,6 +1,7 @@
-// The table of activations: a row each, with its name in schemas, what it saves for backward, PyTorch's operator, and
-// its formulas. A new activation is a row here and its name in ActKind; parsing, PyTorch's operator for what has no
-// kernel, the kernels of CPU and CUDA, and the patterns follow from the row.
+// The table of activations: a row each, a struct with its name in schemas, what it saves for backward, PyTorch's
+// operator, and its formulas. A new activation takes three places: its name in ActKind (act.h), its row here, and that
+// row in the list ActTable below, in ActKind's order. Parsing, PyTorch's operator for what has no kernel, the kernels
+// of CPU and CUDA, and the patterns follow from these.
 //
 // Formulas are for one element of type A: float (also for bf16 and f16) or double. M has the elementary functions
 // (cpu/act_math.h, cuda/act_math.h). They compute both sides of a choice before they choose, so that loops are
