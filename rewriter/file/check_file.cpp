@@ -176,7 +176,8 @@ void check_module(const std::string& path, const Module& module) {
       const c10::IValue& value = object->getSlot(i);
       if (!has_type(value, type->getAttribute(i)))
         throw Error(ErrorKind::input, "'" + path + "' is damaged: attribute '" + type->getAttributeName(i) + "' of " +
-                                          name_of(*type) + " is no " + type->getAttribute(i)->annotation_str() + ".");
+                                          name_of(*type) + " is not of type " +
+                                          type->getAttribute(i)->annotation_str() + ".");
       if (value.isModule())
         todo.emplace_back(value.toObject());
       else
