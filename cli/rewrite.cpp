@@ -333,6 +333,8 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
   const ChosenPlan* chosen = plan ? &*plan : nullptr;
   if (!o.json_file.empty()) write_json(report_json(o, report, chosen), o.json_file, {o.model, o.output});
   const bool prints = !common.quiet && o.json_file != "-";
+  for (auto& sentence : pattern_overlaps(o.rewrite.patterns))
+    if (prints) print("Note: " + sentence + ".\n");
   if (prints) print_report(o, common, report, chosen);
   if (o.explain && o.json_file != "-") {
     if (prints) print("\n");

@@ -101,3 +101,21 @@ def test_numbers_decide(folder, tmp_path):
     done = run("rewrite", folder / "mlp.pt", "-o", out, "--patterns", wrong, "--input", "64x64")
     assert done.returncode == 1 and "failed its verification, so no file was written" in done.stderr, done.stderr
     assert not out.exists()
+
+
+class SineThenCosine(torch.nn.Module):
+    def forward(self, x):
+        return (x * 2).sin().cos().sum()
+
+
+def test_notes_on_patterns_that_meet(tmp_path):
+    """The same notes when a file is checked and when it is used."""
+    model, patterns = tmp_path / "model.pt", tmp_path / "both.patterns"
+    torch.jit.script(SineThenCosine()).save(str(model))
+    patterns.write_text("".join(f"pattern {name}\nmatch\n  %z = {old}(%x)\nrewrite\n  %z = {new}(%x)\n" for name, old, new in [("p", "sin", "cos"), ("q", "cos", "sin")]))
+    checked = run("patterns", "--check", patterns)
+    notes = [line for line in checked.stdout.splitlines() if line.startswith("Note: ")]
+    assert "Note: p matches what q puts in." in notes and "Note: q matches what p puts in." in notes, checked.stdout
+    used = run("rewrite", model, "--dry-run", "--patterns", patterns)
+    assert used.returncode == 0 and [line for line in used.stdout.splitlines() if line.startswith("Note: ")] == notes, used.stdout + used.stderr
+    assert "Note: " not in run("rewrite", model, "--dry-run", "--patterns", patterns, "--json", "-").stdout

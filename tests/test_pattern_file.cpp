@@ -258,6 +258,33 @@ TEST(PatternFile, OverlapsWithBuiltInPatternsAreTold) {
           .empty());
 }
 
+TEST(PatternFile, OverlapsAmongOwnPatternsAreTold) {
+  const auto one = [](const std::string& name, const std::string& from, const std::string& to) {
+    return "pattern " + name + "\nmatch\n  %z = " + from + "(%x)\nrewrite\n  %z = " + to + "(%x)\n";
+  };
+  using S = std::vector<std::string>;
+  EXPECT_EQ(tsmem::pattern_overlaps(patterns(one("p", "erfinv", "mine::triple") + one("q", "erfinv", "mine::wrong"))),
+            S{"p takes operators that q would take too; it goes before"});
+  EXPECT_EQ(tsmem::pattern_overlaps(patterns(one("p", "erfinv", "lgamma") + one("q", "lgamma", "erfinv"))),
+            (S{"p matches what q puts in", "q matches what p puts in"}));
+}
+
+TEST(PatternFile, SavedAreTensorsAlone) {
+  const auto p = patterns(
+      "pattern p\nmatch\n  %a = leaky_relu(%x)\n  %z = softmax(%a, %dim, %dtype)\nrewrite\n"
+      "  %z = softmax(%x, %dim, %dtype)\n");
+  EXPECT_EQ(p[0].keeps, "x");
+}
+
+TEST(OwnPatterns, AnEmptyListIsWrittenAsOne) {
+  Module m = net("def forward(self, x):\n    return torch.mean(x + self.w, [], False)\n");
+  const auto report = rewrite_with(m,
+                                   "pattern p\nmatch\n  %z = mean(%x, [], false, None)\nrewrite\n"
+                                   "  %z = mine::triple(%x)\n");
+  ASSERT_EQ(report.matches.size(), 1u);
+  EXPECT_EQ(report.matches[0].pattern, "p");
+}
+
 TEST(PatternFile, PatternsOfAProgramAreCheckedToo) {
   const auto said = [](Pattern p) {
     Module m = net("def forward(self, x):\n    return torch.relu(x + self.w)\n");

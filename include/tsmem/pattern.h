@@ -49,7 +49,7 @@ TSMEM_API std::vector<Pattern> read_patterns(const std::string& file);
 // or of a built-in one.
 TSMEM_API void check_patterns(const std::vector<Pattern>& patterns);
 
-// A sentence for each of the patterns that takes operators which a built-in one would take too. It goes before.
+// A sentence for each that takes what a later or built-in one would take too, or matches what another of them puts in.
 TSMEM_API std::vector<std::string> pattern_overlaps(const std::vector<Pattern>& patterns);
 
 }  // namespace tsmem

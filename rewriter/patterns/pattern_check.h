@@ -1,4 +1,4 @@
-// Whether patterns can be used: what is wrong with one, and what two of them share.
+// Whether a pattern can be used: what is wrong with one.
 #pragma once
 #include "rewriter/patterns/pattern_lines.h"
 #include "tsmem/pattern.h"
@@ -9,10 +9,7 @@ namespace tsmem {
 // that nothing makes, a replacement that matches again.
 void check_rule(const Rule& rule);
 
-// The inputs of `match` that `rewrite` reads, without %.
-std::set<std::string> inputs_read(const Rule& rule);
-
-// Whether one of the rules matches operators among those of the other: its `match` fits into the other's.
-bool overlap(const Rule& a, const Rule& b);
+// The inputs of `match` that `rewrite` reads as tensors, without %.
+std::set<std::string> tensors_read(const Rule& rule);
 
 }  // namespace tsmem

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "patterns/pattern.h"
+#include "rewriter/patterns/overlap.h"
 #include "rewriter/patterns/pattern_check.h"
 #include "rewriter/text.h"
 #include "tsmem/error.h"
@@ -189,7 +190,7 @@ class PatternFile {
       if (!rule.has("rewrite")) fail(rule.parts.at("match"), "expected rewrite after match, and the file has none");
       check(rule);
       // Unless it says otherwise, an operator is taken to keep all that it reads.
-      if (!rule.has("keeps")) rule.rule.intact = inputs_read(rule.rule);
+      if (!rule.has("keeps")) rule.rule.intact = tensors_read(rule.rule);
       p.rules.push_back(std::move(rule.rule));
     }
     describe(p);
@@ -242,21 +243,35 @@ void check_patterns(const std::vector<Pattern>& patterns) {
   }
 }
 
+// Whether `is` holds for a rule of one pattern and one of the other.
+static bool any_rules(const Pattern& p, const Pattern& q, bool (*is)(const Rule&, const Rule&)) {
+  for (const Rule& a : p.rules)
+    for (const Rule& b : q.rules)
+      if (is(a, b)) return true;
+  return false;
+}
+
 std::vector<std::string> pattern_overlaps(const std::vector<Pattern>& patterns) {
   std::vector<std::string> sentences;
-  for (const Pattern& p : patterns) {
+  const auto compare = [&](const Pattern& p, const auto& with) {
     std::vector<std::string> others;
-    for (const Pattern& other : all_patterns()) {
-      if (!other.by_default) continue;
-      bool shared = false;
-      for (const Rule& a : p.rules)
-        for (const Rule& b : other.rules) shared = shared || overlap(a, b);
-      if (shared) others.push_back(other.name);
-    }
+    for (const Pattern* other : with)
+      if (any_rules(p, *other, overlap)) others.push_back(other->name);
     if (!others.empty())
       sentences.push_back(
           fmt::format("{} takes operators that {} would take too; it goes before", p.name, fmt::join(others, ", ")));
+  };
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    std::vector<const Pattern*> after;
+    for (size_t j = i + 1; j < patterns.size(); ++j) after.push_back(&patterns[j]);
+    for (const Pattern& other : all_patterns())
+      if (other.by_default) after.push_back(&other);
+    compare(patterns[i], after);
   }
+  for (const Pattern& p : patterns)
+    for (const Pattern& q : patterns)
+      if (&p != &q && any_rules(p, q, matches_what_is_put))
+        sentences.push_back(fmt::format("{} matches what {} puts in", p.name, q.name));
   return sentences;
 }
 

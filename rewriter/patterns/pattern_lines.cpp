@@ -22,6 +22,7 @@ std::optional<c10::IValue> number_value(std::string_view text) {
 std::optional<c10::IValue> list_value(std::string_view text) {
   std::vector<double> reals;
   std::vector<int64_t> wholes;
+  if (text.size() > 1 && text.find_first_not_of(' ', 1) == text.size() - 1) return wholes;  // []
   for (size_t at = 1; at < text.size();) {
     const size_t end = text.find_first_of(",]", at);
     std::string_view element = text.substr(at, end - at);
