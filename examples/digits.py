@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "digits")
-    # With two threads bfloat16 steps become several times slower as soon as other work shares the cores, stock PyTorch's too.
+    # With two threads bfloat16 steps become several times slower as soon as other work shares the cores, PyTorch's own too.
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ inline at::ScalarType position_type(int64_t volume) {
   return volume <= 256 ? at::kByte : volume <= 65536 ? at::kUInt16 : at::kUInt32;
 }
 
-// Stock sees a 1-d pool as a 2-d one of height 1, also where it looks for channels_last.
+// PyTorch sees a 1-d pool as a 2-d one of height 1, also where it looks for channels_last.
 // Its adaptive 3-d pool knows no layout but the contiguous one.
 inline at::MemoryFormat format_of(const at::Tensor& x, bool adaptive) {
   if (x.dim() == 5 && adaptive) return at::MemoryFormat::Contiguous;

@@ -25,7 +25,7 @@ inline int64_t steps_of_chunk(int64_t steps, int64_t batch) {
   return std::min(steps, std::max(root, (kRows + batch - 1) / batch));
 }
 
-// Whether the gates stay: of LSTMs that PyTorch gives to oneDNN, which is so fast that making them again would be felt.
+// Whether the gates stay: of LSTMs that PyTorch gives to oneDNN, which is so fast that recomputing them would be felt.
 // It keeps far more.
 inline bool keeps_gates(Cell cell, at::ScalarType type, bool packed, bool projects) {
   return cell == Cell::lstm && type == at::kFloat && !packed && !projects;

@@ -3,7 +3,7 @@
 
 namespace tsmem {
 
-// y = conv(x, w): keeps x only if w needs grad, and w only if x does. Stock keeps both always.
+// y = conv(x, w): keeps x only if w needs grad, and w only if x does. PyTorch keeps both always.
 Pattern convolution() {
   Pattern p{.name = "conv",
             .algebra = "y = conv(x, w, b)",

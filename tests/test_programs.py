@@ -458,6 +458,22 @@ class OverwritesASourceForNothing(Norm):
         return y
 
 
+class OverwritesATensorOfAListForNothing(Conv):
+    """The dropout is dead, as what it is made for is a write that nothing sees: TorchScript can tell beside aten::cat alone."""
+
+    def forward(self, x):
+        x = F.max_pool2d(x, 3, 1, 1)
+        if x.size(0) > 2:
+            F.glu(torch.cat([x, x], 1), 1)
+            y = x * 2.0
+        else:
+            y = x
+        noise = F.dropout(y, 0.2, True)
+        z = self.conv(x) + y
+        y -= noise
+        return z
+
+
 class PaddingSame(nn.Module):
     def __init__(self):
         super().__init__()
@@ -761,6 +777,7 @@ PROGRAMS = [
     UnusedDropoutsInACallThatReturnsItsArgument,
     OverwritesAnUnusedNorm,
     OverwritesASourceForNothing,
+    OverwritesATensorOfAListForNothing,
     PaddingSame,
     TwoNorms,
     UsesDetached,

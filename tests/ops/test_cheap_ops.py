@@ -1,4 +1,4 @@
-"""Elementwise operators, casts, copies and look-ups: equal to PyTorch's, and made again from what is kept anyway."""
+"""Elementwise operators, casts, copies and look-ups: equal to PyTorch's, and recomputed from what is kept anyway."""
 
 import itertools
 import pathlib

@@ -1,4 +1,4 @@
-"""tsmem::prelu, glu and rrelu against aten's: values, gradients, what is kept, what is made again."""
+"""tsmem::prelu, glu and rrelu against aten's: values, gradients, what is kept, what is recomputed."""
 import itertools
 
 import pytest

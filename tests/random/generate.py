@@ -4,6 +4,7 @@ A program is text: what is compared, reduced and printed is the same file. `prog
 """
 import contextlib
 import random
+import re
 from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Tuple
 
@@ -67,6 +68,7 @@ class Writer:
     lines: List[str] = field(default_factory=list)
     indent: int = 2
     depth: int = 0
+    loops: int = 0  # that are around
     flag: bool = False  # has the arguments `flag` and `n`
     names: int = 0
     in_block: bool = False
@@ -239,10 +241,16 @@ def s_in_place_binary(w):
 def s_dropout(w):
     v = image(w) or pick(w)
     if w.chance(0.4):
-        make = w.one("nn.Dropout(0.3)", "nn.Dropout(0.5, inplace=True)", "nn.Dropout2d(0.3)", "nn.Dropout(0.0)", "nn.AlphaDropout(0.3)", "nn.Dropout(1.0)", "nn.FeatureAlphaDropout(0.3)", "nn.Dropout2d(0.3, inplace=True)")
+        makes = ["nn.Dropout(0.3)", "nn.Dropout(0.5, inplace=True)", "nn.Dropout2d(0.3)", "nn.Dropout(0.0)", "nn.AlphaDropout(0.3)", "nn.Dropout(1.0)", "nn.FeatureAlphaDropout(0.3)", "nn.Dropout2d(0.3, inplace=True)"]
+        make = w.one(*may_be_in_loops(w, makes))
         define(w, f"{module(w, 'drop', make)}({v.name})", v.shape)
     else:
-        define(w, w.one(*DROPOUTS).format(v=v.name), v.shape)
+        define(w, w.one(*may_be_in_loops(w, DROPOUTS)).format(v=v.name), v.shape)
+
+
+def may_be_in_loops(w, dropouts):
+    """Without p = 0 and p = 1 in a loop, of whose rounds TorchScript leaves some out: docs/troubleshooting.md."""
+    return [d for d in dropouts if not w.loops or not re.search(r"\b[01]\.0\b", d)]
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -466,7 +474,7 @@ def s_sequence(w):
                                 f"F.scaled_dot_product_attention({a}, {b}, {e}, is_causal=True)", f"F.dropout(torch.softmax({a}.matmul({b}.mT) / 2.0, -1), 0.2, self.training).matmul({e})",
                                 f"F.scaled_dot_product_attention({a}, {b}, {e}, None, 0.0 if not self.training else 0.2)"), s.shape)
         elif k < 0.7:
-            m = module(w, "mlp", f"nn.Sequential(nn.Linear({d}, {2 * d}), {w.one('nn.GELU()', 'nn.ReLU(True)', 'nn.SiLU()')}, nn.Dropout({w.one(0.0, 0.2)}), nn.Linear({2 * d}, {d}))")
+            m = module(w, "mlp", f"nn.Sequential(nn.Linear({d}, {2 * d}), {w.one('nn.GELU()', 'nn.ReLU(True)', 'nn.SiLU()')}, nn.Dropout({0.2 if w.loops else w.one(0.0, 0.2)}), nn.Linear({2 * d}, {d}))")
             s = define(w, w.one(f"{s.name} + {m}({s.name})", f"{m}({s.name})"), s.shape)
         elif k < 0.8:
             s = define(w, w.one("F.softmax({s}, dim=-1)", "torch.softmax({s}, 1)", "{s}.softmax(-1)", "F.log_softmax({s}, dim=1)", "F.softmax({s}, dim=2, dtype={s}.dtype)", "torch.roll({s}, 1, 1)").format(s=s.name), s.shape)
@@ -640,12 +648,15 @@ def s_loop(w):
         b = pick(w, a.shape)
         item = Var(fresh(w), a.shape)
         w.put(f"for {item.name} in [{a.name}, {b.name}]:")
+        w.loops += 1
         with nested(w):
             w.env.append(item)
             statements(w, w.one(1, 2))
             carry = pick(w, a.shape)
             w.put(f"{b.name} = {carry.name} + {item.name}")
+        w.loops -= 1
         return
+    w.loops += 1
     with nested(w):
         statements(w, w.one(1, 1, 2))
         outer = [v for v in w.env]
@@ -655,6 +666,7 @@ def s_loop(w):
             w.put(f"{v.name} = " + w.one("{i}", "{i} * 0.5", "F.relu({i})", "{i} + {v}", "{i}.view({i}.size())").format(i=inside.name, v=v.name))
         if 0.7 <= k < 0.85 and w.flag:
             w.put(f"{i} += 1")
+    w.loops -= 1
 
 
 def s_no_grad(w):
