@@ -23,8 +23,10 @@ std::optional<c10::Stream> stream_of(const Tensor& t) {
   return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
-// The leaves of a recipe in the order of place(); false where one has gone or was changed.
-static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, Visited& visited) {
+// The leaves of a recipe in the order of place(), and of these those that are kept in any case; false where one has
+// gone or was changed.
+static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unordered_set<const c10::TensorImpl*>& kept,
+                    Visited& visited) {
   if (!visited.emplace(&recipe, 0).second) return true;
   for (const Source& s : recipe.sources) {
     if (s.recipe) continue;
@@ -35,11 +37,12 @@ static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, Visited& 
       if (!impl) return false;
       Tensor t(std::move(impl));
       if (t.is_inference() || t._version() != s.version) return false;
+      if (s.kept) kept.insert(t.unsafeGetTensorImpl());
       leaves.push_back(std::move(t));
     }
   }
   for (const Source& s : recipe.sources)
-    if (s.recipe && !collect(*s.recipe, leaves, visited)) return false;
+    if (s.recipe && !collect(*s.recipe, leaves, kept, visited)) return false;
   return true;
 }
 
@@ -101,11 +104,11 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   // whose users order the streams and tell the allocator.
   if (known->recipe->stream != stream_of(whole)) return nullptr;
   Visited visited;
-  if (!collect(*known->recipe, leaves, visited)) return nullptr;
+  std::unordered_set<const c10::TensorImpl*> counted;
+  if (!collect(*known->recipe, leaves, counted, visited)) return nullptr;
   size_t cost = 0;
-  std::unordered_set<const c10::TensorImpl*> seen;
   for (const Tensor& l : leaves)
-    if (l.defined() && seen.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
+    if (l.defined() && counted.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
   const size_t gain = bytes_of(whole);
   const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
   if (!worth) return nullptr;

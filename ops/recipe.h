@@ -1,4 +1,4 @@
-// How a tensor is made again: the recipes that recompute.h's offers become.
+// How a tensor is recomputed: the recipes that recompute.h's offers become.
 #pragma once
 #include <mutex>
 #include <optional>
@@ -14,6 +14,7 @@ struct Source {
   RecipePtr recipe;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor;  // none: undefined
   uint32_t version = 0;
+  bool kept = false;  // what the recipe is of keeps it for its own backward
 };
 
 struct Recipe {

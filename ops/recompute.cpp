@@ -7,6 +7,7 @@
 #include "journal.h"
 #include "known.h"
 #include "recipe.h"
+#include "traits.h"
 
 namespace tsmem {
 
@@ -50,7 +51,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->make = std::move(make);
   recipe->pieces = pieces;
   recipe->expensive = flops > 0;
-  recipe->shared = !recipe->expensive && recompute.how == Recompute::shared;
+  recipe->shared = !recipe->expensive && recompute.how != Recompute::each_time;
   recipe->stream = stream_of(output);
   recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
@@ -65,7 +66,8 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      const bool kept = kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
+      s.kept = recompute.how == Recompute::first_layer && recipe->sources.empty();
+      const bool kept = s.kept || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
@@ -88,11 +90,12 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   hold(output, std::move(held));
 }
 
-FirstLayer as_first_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, double flops) {
+FirstLayer as_first_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
+                          double flops) {
   if (recompute.how != Recompute::first_layer) return {recompute, flops};
-  constexpr double kFew = 100;  // operations an element: about what is recomputed elsewhere takes
-  const bool cheap = input.is_leaf() && flops <= kFew * static_cast<double>(output.numel());
-  return {cheap ? Recompute::shared : Recompute::off, 0};
+  const bool cheap =
+      input.is_leaf() && weight.requires_grad() && flops <= kFewOperations * static_cast<double>(output.numel());
+  return {cheap ? Recompute::first_layer : Recompute::off, 0};
 }
 
 bool costs_nothing(const Tensor& t) {

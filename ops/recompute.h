@@ -46,12 +46,13 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
 
 // What a convolution or a linear layer gives offer(). Recompute::first_layer, which the default level writes, lets it
 // run again where it takes few operations for an element of its output, and reads a leaf, so that no chain of them
-// does.
+// does, which it keeps for its weight's gradient.
 struct FirstLayer {
   RecomputeArgument recompute;
   double flops;
 };
-FirstLayer as_first_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input, double flops);
+FirstLayer as_first_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
+                          const at::Tensor& weight, double flops);
 
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.

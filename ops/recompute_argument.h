@@ -44,7 +44,9 @@ struct RecomputeArgument {
     return 0;
   }
   constexpr bool offered() const { return how != Recompute::off; }
-  constexpr bool recomputes() const { return how == Recompute::shared || how == Recompute::each_time; }
+  constexpr bool recomputes() const {
+    return how == Recompute::shared || how == Recompute::each_time || how == Recompute::first_layer;
+  }
 };
 
 // The argument for what needs no site.

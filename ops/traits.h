@@ -32,6 +32,9 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
 };
 
+// So many operations for an element of its output a first layer may take: about what is recomputed elsewhere takes.
+inline constexpr double kFewOperations = 100;
+
 constexpr OperatorTraits traits_of(std::string_view name) {
   for (const OperatorTraits& t : kOperatorTraits)
     if (t.name == name) return t;

@@ -905,6 +905,23 @@ TEST(Regions, DoesNotTakeACopyOfWhatIsNotMadeAgain) {
   EXPECT_EQ(names(rewrite(m, regions())), (V{"conv"}));
 }
 
+TEST(Regions, LayersMayRunAgainWhereTheyAreFirst) {
+  const std::string body = "def forward(self, x):\n    return torch.relu(self.conv.forward(x))\n";
+  Module m = net(body);
+  rewrite(m, regions());
+  std::string text = graph(m.attr("conv").toModule());
+  const auto last = [&] {
+    const size_t call = text.find("tsmem::conv2d("), end = text.find(')', call), comma = text.rfind(',', end);
+    const std::string name = text.substr(comma + 2, end - comma - 2);
+    return text.find(name + " : int = prim::Constant[value=3]") != std::string::npos;
+  };
+  EXPECT_TRUE(last()) << text;
+  m = net(body);
+  rewrite(m, {});  // level ops
+  text = graph(m.attr("conv").toModule());
+  EXPECT_FALSE(last()) << text;
+}
+
 TEST(Regions, ASumOfNormsOfInstancesIsMadeAgain) {
   Module m = net(R"(
     def forward(self, x):

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/api/function_impl.h>
 
 #include "ops/recompute_argument.h"
+#include "ops/traits.h"
 #include "rewriter/error.h"
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/added_names.h"
@@ -34,7 +35,9 @@ RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Le
     const bool expensive = offers_recompute(op) == Offers::expensive;
     const bool again = level != Level::ops && !expensive;
     if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
-    if (level != Level::plan) return g.insertConstant(argument_of(again ? Recompute::shared : Recompute::off));
+    const bool first = level == Level::regions && traits_of(op).first_layer;
+    const Recompute how = again ? Recompute::shared : first ? Recompute::first_layer : Recompute::off;
+    if (level != Level::plan) return g.insertConstant(argument_of(how));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;
     for (const std::string& path : c.paths)

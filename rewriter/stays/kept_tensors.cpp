@@ -8,6 +8,7 @@
 
 #include "ops/act_table.h"
 #include "ops/recompute_argument.h"
+#include "ops/traits.h"
 #include "rewriter/method_call.h"
 #include "rewriter/modules.h"
 #include "rewriter/stays/saved_by.h"
@@ -213,6 +214,44 @@ class KeptTensors {
     }
   }
 
+  at::Tensor weight_of(const Node* n) const {
+    const auto index = n->schema().argumentIndexWithName("weight");
+    const Value* v = index ? n->input(*index) : nullptr;
+    const auto path = v && v->node()->kind() == prim::GetAttr ? attribute_path(v) : std::nullopt;
+    return path ? attribute(module_, *path) : at::Tensor();
+  }
+
+  // How many operations a convolution or linear layer takes for an element of its output; nothing where that can't be
+  // told.
+  static std::optional<double> operations(const Node* n, const at::Tensor& weight) {
+    const auto constant = [&](const char* name) -> std::optional<c10::IValue> {
+      const auto index = n->schema().argumentIndexWithName(name);
+      return index ? toIValue(n->input(*index)) : std::nullopt;
+    };
+    if (weight.dim() < 2 || weight.numel() == 0) return std::nullopt;
+    const auto all = 2 * static_cast<double>(weight.numel());
+    const auto transposed = constant("transposed");
+    if (transposed ? !transposed->toBool() : !n->schema().argumentIndexWithName("output_padding"))
+      return all / static_cast<double>(weight.size(0));
+    const auto stride = constant("stride"), groups = constant("groups");
+    if (!stride || !groups) return std::nullopt;
+    auto outputs = static_cast<double>(weight.size(1) * groups->toInt());  // for an element of the input's channels
+    for (const int64_t s : stride->toIntVector()) outputs *= static_cast<double>(s);
+    return all / outputs;
+  }
+
+  // As as_first_layer() in ops/recompute.cpp decides when it runs.
+  bool is_cheap_first_layer(const Node* n) const {
+    const Value* input = n->input(0);
+    const bool argument = input->node()->kind() == prim::Param && input->node()->owningBlock() == view_.graph->block();
+    const auto needs = needs_grad_.find(input);
+    const bool leaf = argument || needs == needs_grad_.end() || !needs->second;
+    const at::Tensor weight = leaf ? weight_of(n) : at::Tensor();
+    if (!weight.defined() || !weight.requires_grad()) return false;
+    const auto few = operations(n, weight);
+    return few && *few <= kFewOperations;
+  }
+
   // Whether backward makes the operator's output again.
   bool recomputed(const Node* n) const {
     const FunctionSchema* schema = n->maybeSchema();
@@ -220,7 +259,10 @@ class KeptTensors {
     const auto index = schema->argumentIndexWithName("recompute");
     if (!index || static_cast<size_t>(*index) >= n->inputs().size()) return false;
     const Value* argument = n->input(*index);
-    if (const auto constant = toIValue(argument)) return RecomputeArgument(constant->toInt()).recomputes();
+    if (const auto constant = toIValue(argument)) {
+      const RecomputeArgument recompute = constant->toInt();
+      return recompute.recomputes() && (recompute.how != Recompute::first_layer || is_cheap_first_layer(n));
+    }
     const auto path = attribute_path(argument);
     if (!path) return false;
     const Module owner = submodule(module_, parent_path(*path));
