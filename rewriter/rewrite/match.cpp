@@ -69,7 +69,6 @@ class Matcher {
  public:
   Matcher(const View& view, const std::vector<const Pattern*>& patterns, const Attributes& attributes)
       : view_(view),
-        attributes_(attributes),
         operators_(collect_operators(view, attributes)),
         sharing_(view, operators_, attributes),
         legality_(view, operators_, sharing_) {
@@ -95,7 +94,6 @@ class Matcher {
 
  private:
   const View& view_;
-  const Attributes& attributes_;
   const Operators operators_;
   Sharing sharing_;
   const Legality legality_;
@@ -286,8 +284,7 @@ class Matcher {
       for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
         const auto* alias = schema->arguments()[k].alias_info();
         if (!alias || !alias->isWrite() || !is_tensor(n->input(k))) continue;
-        const auto path = attribute_path(sharing_.root(n->input(k)));
-        if (!path || path->empty() || !attributes_.integral(*path)) add(n, n->input(k), /*statistics=*/false);
+        if (!sharing_.is_counter(n->input(k))) add(n, n->input(k), /*statistics=*/false);
       }
     }
   }

@@ -92,6 +92,15 @@ bool Sharing::comes_from_attribute(Value* v, const std::function<bool(const std:
   return std::any_of(v->node()->inputs().begin(), v->node()->inputs().end(), may_be);
 }
 
+bool Sharing::is_counter(Value* v) const {
+  Origins origins;
+  return collect_origins(v, origins) && !origins.found.empty() &&
+         std::all_of(origins.found.begin(), origins.found.end(), [&](const Value* origin) {
+           const auto path = attribute_path(origin);
+           return path && !path->empty() && attributes_.integral(*path);
+         });
+}
+
 bool Sharing::made_here(Value* v) const {
   Origins origins;
   return collect_origins(v, origins) && std::all_of(origins.found.begin(), origins.found.end(),

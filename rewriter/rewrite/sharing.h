@@ -27,6 +27,9 @@ class Sharing {
   // The same of the attributes that some method of the model writes to in place.
   bool written_by_the_model(Value* v) const { return comes_from_attribute(v, attributes_.written); }
 
+  // Whether v is the memory of attributes that are tensors of integers, which no pattern takes.
+  bool is_counter(Value* v) const;
+
   // Whether v is memory that is new in this call.
   bool made_here(Value* v) const;
 
