@@ -1012,6 +1012,38 @@ def test_norms_that_only_dead_code_uses(program, options, tmp_path):
             torch.testing.assert_close(ours, theirs, msg=lambda m: f"call {call}: {name}: {m}")
 
 
+class NumbersBesideALoss(nn.Module):
+    """Traced, each number is a float64 tensor without dimensions, as the loss is a float32 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = F.relu(self.conv(x))
+        z = torch.sigmoid(0.5 * y - 2.0) / 4.0
+        loss, other = (y * y).mean(), z.abs().sum()
+        return 0.5 * torch.tanh(loss), torch.sigmoid(other) + 2.5, other * 3.0 - 1.5, torch.exp(loss) / 8.0, z
+
+
+@pytest.mark.parametrize("options", [[], ["--level", "ops"]])
+def test_traced_numbers_stay_numbers(options, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, 8)
+    torch.jit.trace(NumbersBesideALoss(), x).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", *options)
+    assert done.returncode == 0, done.stderr
+    original, rewritten = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("original", "rewritten"))
+    for _ in range(3):
+        for theirs, ours in zip(original(x), rewritten(x), strict=True):
+            assert theirs.dtype == ours.dtype == torch.float32
+            torch.testing.assert_close(ours, theirs)
+        for model in (original, rewritten):
+            sum(o.sum() for o in model(x)).backward()
+        for theirs, ours in zip(original.parameters(), rewritten.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 class DropsAllBesideACall(nn.Module):
     """Whether the dropout of everything draws depends on what TorchScript differentiates together in the original, where the call is no border."""
 

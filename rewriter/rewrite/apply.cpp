@@ -9,6 +9,7 @@
 
 #include "ops/traits.h"
 #include "rewriter/patterns/pattern_lines.h"
+#include "rewriter/rewrite/operators.h"
 
 namespace tsmem {
 
@@ -167,6 +168,14 @@ void add_defaults(Graph& g, const std::string& op, std::vector<Value*>& argument
   }
 }
 
+// A number that tracing has made a tensor is one again: TorchScript does so with the second operand of these operators
+// (CanonicalizeOps), and a tensor would decide the result's dtype.
+void restore_number(Graph& g, const std::string& op, std::vector<Value*>& arguments) {
+  static const std::set<std::string> arithmetic = {"tsmem::add", "tsmem::sub", "tsmem::mul", "tsmem::div"};
+  if (arithmetic.count(op) && arguments.size() > 1 && is_tensor(arguments[1]))
+    if (const auto number = traced_number(arguments[1])) arguments[1] = g.insertConstant(*number);
+}
+
 // Puts one line's op before `at`.
 Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string, Value*>& values, const FoundMatch& f,
                const RecomputeValue& recompute) {
@@ -185,6 +194,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
       arguments.push_back(is_value(a) ? values.at(a.substr(1)) : g.insertConstant(*literal_value(a)));
     }
   }
+  restore_number(g, line.op, arguments);
   if (offers_recompute(line.op) != Offers::nothing) arguments.push_back(recompute(g, line.op, f));
   if (takes(line.op, "act_in_place")) arguments.push_back(g.insertConstant(f.act_in_place));
   if (takes(line.op, "in_place")) arguments.push_back(g.insertConstant(f.in_place));
