@@ -1044,6 +1044,62 @@ def test_traced_numbers_stay_numbers(options, tmp_path):
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.down, self.up, self.dropout = nn.Linear(32, 32), nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(self.dropout(x)))
+
+
+class DrawsInAnotherOrder(nn.Module):
+    """TorchScript runs the second dropout before the first, from its second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.v = LowRank(), LowRank()
+
+    def forward(self, x):
+        q, v = self.q(x), self.v(x).view(-1, 32)
+        return q.view(-1, 32) * v
+
+
+class LeastOfEquals(nn.Module):
+    """TorchScript's own derivative gives neither of two equal elements a gradient, from its second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        ratio = torch.exp(y - y.detach())
+        return torch.min(ratio * 2.0, ratio.clamp(0.8, 1.2) * 2.0)
+
+
+@pytest.mark.parametrize("program", [DrawsInAnotherOrder, LeastOfEquals])
+def test_as_written_where_torchscript_is_not(program, tmp_path):
+    """The rewritten model gives eager PyTorch's numbers in each call, and verification says what it compared with."""
+    torch.manual_seed(0)
+    model, x = program().double(), torch.randn(2, 16, 32, dtype=torch.double)
+    torch.jit.script(model).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--input", "2x16x32:f64")
+    assert done.returncode == 0 and "ran without TorchScript's optimiser" in done.stdout, done.stdout + done.stderr
+    verified = run("verify", tmp_path / "original.pt", tmp_path / "rewritten.pt", "--input", "2x16x32:f64")
+    assert verified.returncode == 0 and "once TorchScript has optimised it" in verified.stdout, verified.stdout + verified.stderr
+    rewritten = torch.jit.load(str(tmp_path / "rewritten.pt"))
+    for seed in range(4):
+        results = []
+        for m in (model, rewritten):
+            m.zero_grad()
+            torch.manual_seed(seed)
+            y = m(x)
+            y.pow(2).sum().backward()
+            results.append([y.detach(), *(p.grad for p in m.parameters())])
+        torch.testing.assert_close(results[1], results[0])
+
+
 class DropsAllBesideACall(nn.Module):
     """Whether the dropout of everything draws depends on what TorchScript differentiates together in the original, where the call is no border."""
 

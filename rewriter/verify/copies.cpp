@@ -8,7 +8,10 @@ namespace tsmem {
 Module Verifier::fresh(const Module& m, bool f64) {
   auto& copier = copiers_[&m == &b_];
   if (!copier) copier.emplace(m, options_.device);
-  return (*copier)(share_ ? with_parameters(m, f64) : nullptr);
+  Module made = (*copier)(share_ ? with_parameters(m, f64) : nullptr);
+  as_written_.erase(made._ivalue().get());  // the address of one that has gone
+  if (as_written_only_ && &m == &a_) as_written_.insert(made._ivalue().get());
+  return made;
 }
 
 const Module* Verifier::with_parameters(const Module& m, bool f64) const {
@@ -37,7 +40,9 @@ Module& Verifier::runs_in(const Module& m, Mode mode, bool f64) {
 }
 
 Run Verifier::runner(Mode mode, bool input_grad) const {
-  return {options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_, unseen_writes()};
+  return {
+      options_.method, c10::Device(options_.device), mode != Mode::no_grad, input_grad, share_, unseen_writes(), true,
+      &as_written_};
 }
 
 Outcome Verifier::settle(Module& a, Run run, const std::vector<IValue>& inputs, int runs, const Outcome* settled) {

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <cmath>
@@ -309,6 +310,9 @@ static std::vector<Trait> output_traits(const std::vector<at::Tensor>& outputs,
 }
 
 Outcome Run::operator()(Module& m, const std::vector<IValue>& given, uint64_t seed) const {
+  const bool optimised =
+      torch::jit::getGraphExecutorOptimize() && !(as_written && as_written->count(m._ivalue().get()));
+  const torch::jit::GraphOptimizerEnabledGuard guard(optimised);
   Outcome out;
   std::vector<IValue> inputs;
   for (auto& v : given) inputs.push_back(clone_value(v));

@@ -75,6 +75,7 @@ struct Run {
   bool shares_parameters = false;  // with other copies: then it throws OverwritesParameter where it overwrites one
   bool unseen_writes = false;      // a parameter may be overwritten and no version count it (.data): all are compared
   bool backward = true;
+  const std::set<const c10::ivalue::Object*>* as_written = nullptr;  // modules that run without TorchScript's optimiser
 
   // Calls the method on copies of the inputs, and backward where there is something to differentiate. An exception is
   // in Outcome::error.

@@ -69,8 +69,9 @@ constexpr double kMargin = 0.8;
 class Verifier {
  public:
   // share: of parameters' memory, among copies of a model, and of both where their state is the same.
+  // as_written: A runs without TorchScript's optimiser.
   Verifier(const Module& a, const Module& b, const std::vector<IValue>& inputs, const VerifyOptions& options,
-           bool share);
+           bool share, bool as_written);
   VerifyResult run();
 
  private:
@@ -189,6 +190,8 @@ class Verifier {
   const double narrow_;   // of what their code casts to whatever the dtype, also in float64
   const std::string own_dtype_;
   const bool share_;
+  const bool as_written_only_;                       // A runs so
+  std::set<const c10::ivalue::Object*> as_written_;  // its copies, where it does
   const Clock::time_point started_;
   double limit_;                 // seconds for it all
   double step_ = 0;              // seconds of A's step with the inputs given; 0: not known yet
