@@ -9,8 +9,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def excerpts(page):
-    """(file, code) of each block of C++ that begins with the name of a file."""
-    return re.findall(r"```cpp\n// (\S+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    """(file, code) of each block of code that begins with the name of a file."""
+    return re.findall(r"```\w+\n(?://|!) (\S+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def is_excerpt(code, source):
@@ -24,10 +24,14 @@ def is_excerpt(code, source):
     return True
 
 
-@pytest.mark.parametrize("file,code", excerpts("docs/adding-an-op.md"))
-def test_adding_an_op_shows_the_tree(file, code):
-    assert is_excerpt(code, (ROOT / file).read_text()), f"docs/adding-an-op.md shows code that {file} has not:\n{code}"
+@pytest.mark.parametrize("page,file,code", [(page, *excerpt) for page in ("docs/adding-an-op.md", "docs/languages.md") for excerpt in excerpts(page)])
+def test_pages_show_the_tree(page, file, code):
+    assert is_excerpt(code, (ROOT / file).read_text()), f"{page} shows code that {file} has not:\n{code}"
 
 
 def test_an_op_is_shown_whole():
     assert {file for file, _ in excerpts("docs/adding-an-op.md")} == {"ops/linear.cpp", "ops/act.cpp", "ops/cpu/act.cpp", "ops/meta/act.cpp"}
+
+
+def test_programs_are_shown():
+    assert {file for file, _ in excerpts("docs/languages.md")} == {"examples/train.f90", "examples/train.rs", "examples/train.go"}

@@ -5,6 +5,9 @@ extern "C" {
 }
 
 fn main() {
-    let files: Vec<CString> = std::env::args().skip(1).map(|a| CString::new(a).unwrap()).collect();
+    let files: Vec<CString> = std::env::args()
+        .skip(1)
+        .map(|a| CString::new(a).unwrap())
+        .collect();
     std::process::exit(unsafe { train(files[0].as_ptr(), files[1].as_ptr()) });
 }
