@@ -2,7 +2,7 @@
 # What a build needs, on a machine with nothing: Debian packages, and .venv with torch and what the tests use. Does nothing where all is there.
 #   cmake/setup.sh           .venv with the default torch of python/torch-versions.txt, or that of TSMEM_TORCH
 #   cmake/setup.sh other     .venv-2.15 (or what the other is) with the other one there
-#   cmake/setup.sh tests     as the first, and what the tests of another processor and of pages need, where it can be installed (tests/test_arm64.py, tests/test_pages.py)
+#   cmake/setup.sh tests     as the first, and what the tests of another processor, of other languages and of pages need, where it can be installed (tests/test_arm64.py, test_languages.py, test_pages.py)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build
@@ -14,6 +14,8 @@ installed() { dpkg-query -W -f '${Status}' "$1" 2>/dev/null | grep -q 'install o
 packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
 if [ "${1:-}" = tests ] && [ "$(uname -m)" = x86_64 ] && { [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null; }; then
   packages+=(g++-aarch64-linux-gnu qemu-user)
+  # Of tests/test_languages.py, which takes Rust's and Go's compilers too where there are any.
+  command -v gfortran >/dev/null || packages+=(gfortran)
 fi
 if command -v dpkg-query >/dev/null; then
   missing=()

@@ -76,6 +76,8 @@ def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] 
     if highspy is None or highspy.origin is None:
         raise SystemExit("tsmem's planner is built against the library in highspy: install highspy, or build without --no-build-isolation.")
     highs = Path(highspy.origin).parent / "libhighs.so.1"
+    if not highs.is_file():
+        raise SystemExit(f"tsmem's planner is built against the library in highspy, and {highs} does not exist: install highspy 1.15.1.")
     settings = {
         "cmake.define.TSMEM_CUDA": _cuda(),
         **(config_settings or {}),

@@ -218,6 +218,28 @@ def test_isolated_build_takes_the_torch_that_is_installed(tmp_path, wheel):
     assert done.returncode == 1 and "No module named 'torch'" in done.stderr
 
 
+def test_the_highspy_that_pip_takes_has_the_library(tmp_path):
+    """highspy 1.16 came without it, and pip takes the newest that a requirement allows."""
+    requirements = re.findall(r'"(highspy[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert len(requirements) == 2 and requirements[0] == requirements[1]
+    output(run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, requirements[0]))
+    (taken,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(taken) as archive:
+        assert "highspy/libhighs.so.1" in archive.namelist()
+
+
+def test_a_highspy_without_the_library_is_refused(tmp_path):
+    (tmp_path / "highspy").mkdir()
+    (tmp_path / "highspy" / "__init__.py").touch()
+    missing = tmp_path / "highspy" / "libhighs.so.1"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r}); import build_backend; build_backend.build_wheel({str(tmp_path)!r})"
+    done = run(sys.executable, "-c", code, env={"PYTHONPATH": str(tmp_path), "TSMEM_TORCH": str(TORCH)})
+    assert done.returncode == 1
+    assert done.stderr == f"tsmem's planner is built against the library in highspy, and {missing} does not exist: install highspy 1.15.1.\n"
+    done = run("cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DTSMEM_TORCH={TORCH}", f"-DTSMEM_HIGHS={missing}")
+    assert done.returncode == 1 and "libhighs.so.1 was not found:" in done.stderr
+
+
 def versions():
     text = (ROOT / "python" / "torch-versions.txt").read_text()
     return [line.split()[0] for line in text.splitlines() if line[:1].isdigit()]
