@@ -5,9 +5,11 @@
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
 import argparse
+import contextlib
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "fixtures"), str(ROOT / "python")]
+sys.path[:1] = [str(ROOT / "fixtures"), str(ROOT / "python")]  # not this folder: torch imports NVIDIA's package cuda
 TOOL = os.environ.get("TSMEM_BIN", str(ROOT / "build" / "bin" / "tsmem"))
 OUT = ROOT / "build" / "bench"
 MODELS = ["tv:resnet18", "tv:resnet50", "tv:densenet121", "tv:mobilenet_v3_large", "tv:efficientnet_b0", "tv:vgg11_bn"]
@@ -63,56 +65,208 @@ def memory(a, folder: Path) -> list:
     return rows
 
 
-def checkpointed(model):
-    """torch.utils.checkpoint around each block: the children with children of their own, of the model's Sequentials."""
+def checkpointed(model, **options):
+    """torch.utils.checkpoint around each block: the children with children of their own, of the model's Sequentials and ModuleLists."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
     for parent in model.children():
-        if isinstance(parent, torch.nn.Sequential):
+        if isinstance(parent, (torch.nn.Sequential, torch.nn.ModuleList)):
             for block in parent.children():
                 if any(True for _ in block.children()):
-                    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+                    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
     return model
 
 
-def compiled(model, budget: float, x):
-    """torch.compile with a budget of activations, compiled here: the budget is a global setting."""
+def selectively_checkpointed(model):
+    """The same blocks, with a policy that keeps what convolutions, matrix products and attentions make, and nothing else."""
+    import torch
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = [aten.convolution.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default]  # fmt: skip
+    return checkpointed(model, context_fn=functools.partial(create_selective_checkpoint_contexts, kept))
+
+
+def compiled(model, x, backend: str = "aot_eager", **settings):
+    """torch.compile, compiled here under these settings of torch._functorch.config: they are global."""
     import torch
     import torch._functorch.config as config
 
-    fast = torch.compile(model, backend="aot_eager")
-    with config.patch(activation_memory_budget=budget):
+    fast = torch.compile(model, backend=backend, dynamic=False)
+    # A solver's name is no part of the cache's key.
+    with config.patch(enable_autograd_cache=False, **settings):
         fast(x).sum().backward()
     return fast
 
 
+def region(model, budget: float, x):
+    """The region API: one budget for the whole forward, for a graph has one budget at most."""
+    import torch
+
+    class Region(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            with torch.autograd.graph.region_activation_memory_budget(budget):
+                return self.model(x)
+
+    # The copies into a batch norm's running statistics are never in the region.
+    return compiled(Region(), x, activation_memory_budget_require_full_coverage=False)
+
+
+def input_of(name: str, a):
+    """A batch of images: those of models.py for networks that take one size only."""
+    import torch
+
+    import models
+
+    torch.manual_seed(0)
+    return torch.randn(models.SHAPES.get(name, (a.batch, 3, a.size, a.size)))
+
+
+def shape_of(x) -> str:
+    return "x".join(map(str, x.shape))
+
+
 def peers(a, folder: Path) -> list:
-    """All trainable: this tool's files beside what else there is, in turns; ratios to the scripted original."""
+    """All trainable: this tool's files beside what else there is, and ten budgets of each that takes one."""
+    return [row for name in a.models for part in (peer_variants, peer_budgets) for row in part(a, name, folder)]
+
+
+def peer_variants(a, name: str, folder: Path) -> list:
+    """One step of each, in turns; ratios to the scripted original."""
     import torch
 
     import allocator
     import models
 
+    torch._dynamo.reset()
+    scripted, new = pair_of(name, folder)
+    x = input_of(name, a)
+    build = lambda: models.build(name).train()  # noqa: E731
+    variants = {
+        "scripted": scripted,
+        "eager": build(),
+        "tsmem": new,
+        "torch.utils.checkpoint, blocks": checkpointed(build()),
+        "the same, a policy keeps products": selectively_checkpointed(build()),
+        "torch.compile, aot_eager": compiled(build(), x),
+        "the same, budget .5": compiled(build(), x, activation_memory_budget=0.5),
+        "the same, region API, budget .5": region(build(), 0.5, x),
+        "torch.compile, inductor": compiled(build(), x, "inductor"),
+    }
+    measured = [allocator.memory(m, (x,)) for m in variants.values()]
+    times = allocator.times(list(variants.values()), (x,), a.rounds)
     rows = []
-    print(f"\nBeside others: one training step, {a.batch}x3x{a.size}x{a.size}, float32, all trainable, ratios to scripted")
-    print(f"{'model':26}{'':34}{'saved':>7}{'peak':>7}{'time':>7}")
-    for name in a.models:
-        scripted, new = pair_of(name, folder)
-        torch.manual_seed(0)
-        x = torch.randn(a.batch, 3, a.size, a.size)
-        variants = {
-            "scripted": scripted,
-            "eager": models.build(name).train(),
-            "tsmem": new,
-            "torch.utils.checkpoint, blocks": checkpointed(models.build(name).train()),
-            **{f"torch.compile, budget {b}": compiled(models.build(name).train(), b, x) for b in (0.5, 0.25)},
-        }
-        measured = [allocator.memory(m, (x,)) for m in variants.values()]
-        times = allocator.times(list(variants.values()), (x,), a.rounds)
-        for variant, m, seconds, ratio in zip(variants, measured, *times):
-            rows.append({"model": name, "variant": variant, "saved_bytes": m.saved, "peak_bytes": m.peak, "step_seconds": seconds, "time_ratio": ratio})
-            print(f"{name:26}{variant:34}{m.saved / measured[0].saved:7.3f}{m.peak / measured[0].peak:7.3f}{ratio:7.3f}", flush=True)
+    print(f"\n{name}, {shape_of(x)}: one training step, float32, all trainable, ratios to scripted\n{'':36}{'saved':>7}{'peak':>7}{'time':>7}")
+    for variant, m, seconds, ratio in zip(variants, measured, *times):
+        rows.append({"model": name, "variant": variant, "saved_bytes": m.saved, "peak_bytes": m.peak, "step_seconds": seconds, "time_ratio": ratio})
+        print(f"{variant:36}{m.saved / measured[0].saved:7.3f}{m.peak / measured[0].peak:7.3f}{ratio:7.3f}", flush=True)
+    return rows
+
+
+SOLVERS = ["dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg", "dynamic_memory_budget_dp"]
+BUDGETS = [i / 10 for i in range(1, 11)]
+
+
+@contextlib.contextmanager
+def partitioner():
+    """What torch.compile's partitioner counts: the bytes that budgets are a share of, and the seconds of the solver, or None where the partitioner needs none."""
+    from torch._functorch import partitioners
+
+    choose, solve, seen = partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory, {"solver_seconds": None}
+
+    def bytes_of(nodes) -> int:
+        return sum(map(partitioners._size_of, nodes))
+
+    def choosing(graph, info, memory_budget=1):
+        seen["whole"] = bytes_of(choose(graph, info, 1)) - bytes_of(info.inputs)
+        return choose(graph, info, memory_budget)
+
+    def solving(*args):
+        start = time.perf_counter()
+        try:
+            return solve(*args)
+        finally:
+            seen["solver_seconds"] = time.perf_counter() - start
+
+    partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory = choosing, solving
+    try:
+        yield seen
+    finally:
+        partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory = choose, solve
+
+
+def falls(values: list) -> int:
+    """How often a larger budget took less than the one before."""
+    known = [v for v in values if v]
+    return sum(b < a for a, b in zip(known, known[1:]))
+
+
+def peer_budgets(a, name: str, folder: Path) -> list:
+    """Ten budgets. torch.compile's are shares of the bytes it would save, and promise these; this tool's are shares of the peak."""
+    import torch
+
+    import allocator
+    import models
+
+    x = input_of(name, a)
+    path, _ = models.cached(name)
+    original = allocator.memory(torch.jit.load(str(path)).train(), (x,))
+    rows = []
+
+    def add(by: str, budget: float, promised, m, solver, whole: float) -> None:
+        rows.append({"model": name, "by": by, "budget": budget, "promised_bytes": promised, "saved_bytes": m and m.saved, "peak_bytes": m and m.peak,
+                     "original": original._asdict(), "solver_seconds": solver, "seconds": whole})  # fmt: skip
+
+    for budget in BUDGETS:
+        start, report, out = time.perf_counter(), folder / "report.json", folder / "budget.pt"
+        report.unlink(missing_ok=True)
+        done = subprocess.run([TOOL, "rewrite", str(path), "-o", str(out), "--force", "-q", "--no-verify", "--budget", f"{budget:.0%}", "--input", shape_of(x),
+                               "--json", str(report)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        whole = time.perf_counter() - start
+        if done.returncode == 4:  # a smaller budget than any choice needs
+            add("tsmem", budget, None, None, None, whole)
+            print(f"{name}: {done.stderr.strip()}", flush=True)
+            continue
+        done.check_returncode()
+        said = json.loads(report.read_text())["predicted"]
+        add("tsmem", budget, said["peak_bytes"], allocator.memory(torch.jit.load(str(out)).train(), (x,)), said["solve_seconds"], whole)
+    unasked = {}  # of no difference to other solvers
+    for solver in SOLVERS:
+        for budget in BUDGETS:
+            if budget in unasked:
+                rows.append({**unasked[budget], "by": solver})
+                continue
+            torch._dynamo.reset()
+            start = time.perf_counter()
+            with partitioner() as seen:
+                fast = compiled(models.build(name).train(), x, activation_memory_budget=budget, activation_memory_budget_solver=solver)
+            whole = time.perf_counter() - start
+            add(solver, budget, budget * seen["whole"], allocator.memory(fast, (x,), warmup=1), seen["solver_seconds"], whole)
+            if seen["solver_seconds"] is None:
+                unasked[budget] = rows[-1]
+
+    by = {who: [r for r in rows if r["by"] == who] for who in ["tsmem", *SOLVERS]}
+    print(f"\n{name}, {shape_of(x)}: ratios to what scripted saves and to its peak; -: no choice needs so little")
+    print(f"{'':12}{'tsmem':^17}{'dp':^25}" + "".join(f"{s[:24]:^25}" for s in SOLVERS[1:]))
+    print(f"{'budget':12}{'promised':>10}{'peak':>7}" + f"{'promised':>10}{'saved':>8}{'peak':>7}" * len(SOLVERS))
+    for i, budget in enumerate(BUDGETS):
+        r = by["tsmem"][i]
+        cells = f"{r['promised_bytes'] / original.peak:10.3f}{r['peak_bytes'] / original.peak:7.3f}" if r["peak_bytes"] else f"{'-':>10}{'-':>7}"
+        for r in (by[s][i] for s in SOLVERS):
+            cells += f"{r['promised_bytes'] / original.saved:10.3f}{r['saved_bytes'] / original.saved:8.3f}{r['peak_bytes'] / original.peak:7.3f}"
+        print(f"{budget:<12g}{cells}", flush=True)
+    print(f"{'':32}{'saved falls':>12}{'peak falls':>12}{'over promise':>14}{'solver s':>10}{'all s':>8}   (falls: with a larger budget; solver: at most; all: median)")
+    for who, of in by.items():
+        measured = "peak_bytes" if who == "tsmem" else "saved_bytes"
+        over = max(r[measured] / r["promised_bytes"] - 1 for r in of if r["promised_bytes"])
+        print(f"{who:32}{falls([r['saved_bytes'] for r in of]):12}{falls([r['peak_bytes'] for r in of]):12}{over:14.1%}"
+              f"{max((r['solver_seconds'] or 0.0) for r in of):10.3f}{statistics.median(r['seconds'] for r in of):8.1f}", flush=True)
     return rows
 
 
