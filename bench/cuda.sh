@@ -30,7 +30,7 @@ need_library() {
 }
 
 case "${1:-}" in
-  prepare) "$PYTHON" bench/cuda.py prepare ;;
+  prepare) "$PYTHON" bench/gpu.py prepare ;;
   build) build ;;
   test)
     need_library
@@ -43,13 +43,13 @@ case "${1:-}" in
     fi
     if command -v compute-sanitizer >/dev/null; then
       for tool in memcheck racecheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 110 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name regex=tsmem "$PYTHON" bench/cuda.py sanitize || status=1
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 110 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name regex=tsmem "$PYTHON" bench/gpu.py sanitize || status=1
       done
     else
       echo "compute-sanitizer is missing: memory and races were not checked." >&2
       status=1
     fi
     exit $status ;;
-  kernels | each | models | batches) need_library; timeout 590 "$PYTHON" bench/cuda.py "$@" ;;
+  kernels | each | models | batches) need_library; timeout 590 "$PYTHON" bench/gpu.py "$@" ;;
   *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

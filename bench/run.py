@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT / "fixtures"), str(ROOT / "python")]  # not this folder: torch imports NVIDIA's package cuda
+sys.path[:0] = [str(ROOT / "fixtures"), str(ROOT / "python")]
 TOOL = os.environ.get("TSMEM_BIN", str(ROOT / "build" / "bin" / "tsmem"))
 OUT = ROOT / "build" / "bench"
 MODELS = ["tv:resnet18", "tv:resnet50", "tv:densenet121", "tv:mobilenet_v3_large", "tv:efficientnet_b0", "tv:vgg11_bn"]

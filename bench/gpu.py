@@ -1,6 +1,6 @@
 """What bench/cuda.sh runs; see there. Times are medians of CUDA events, memory is the caching allocator's.
 
-    python bench/cuda.py prepare|sanitize|kernels|each|models|batches [--only NAME ...] [--seconds S]
+    python bench/gpu.py prepare|sanitize|kernels|each|models|batches [--only NAME ...] [--seconds S]
 """
 import argparse
 import json
@@ -394,5 +394,5 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=560, help="stop after that many")
     a = parser.parse_args()
     if a.command != "prepare" and not torch.cuda.is_available():
-        sys.exit("bench/cuda.py needs a CUDA device.")
+        sys.exit("bench/gpu.py needs a CUDA device.")
     {"prepare": prepare, "sanitize": sanitize, "kernels": kernels, "each": each, "models": models_table, "batches": batches}[a.command](a)
