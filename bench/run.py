@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -143,7 +142,7 @@ def shape_of(x) -> str:
 
 def peers(a, folder: Path) -> list:
     """All trainable: this tool's files beside what else there is, and ten budgets of each that takes one."""
-    return [row for name in a.models for part in (peer_variants, peer_budgets) for row in part(a, name, folder)]
+    return [row for name in a.models for part in (peer_budgets, peer_variants) for row in part(a, name, folder)]
 
 
 def peer_variants(a, name: str, folder: Path) -> list:
@@ -184,24 +183,28 @@ BUDGETS = [i / 10 for i in range(1, 11)]
 
 @contextlib.contextmanager
 def partitioner():
-    """What torch.compile's partitioner counts: the bytes that budgets are a share of, and the seconds of the solver, or None where the partitioner needs none."""
+    """What torch.compile's partitioner counts: the bytes that budgets are a share of, and of each solver, where one is asked, its answer and its seconds."""
+    import torch._functorch.config as config
     from torch._functorch import partitioners
 
-    choose, solve, seen = partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory, {"solver_seconds": None}
+    choose, solve, seen = partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory, {"answers": {}}
 
     def bytes_of(nodes) -> int:
         return sum(map(partitioners._size_of, nodes))
 
     def choosing(graph, info, memory_budget=1):
-        seen["whole"] = bytes_of(choose(graph, info, 1)) - bytes_of(info.inputs)
+        if "whole" not in seen:
+            seen["whole"] = bytes_of(choose(graph, info, 1)) - bytes_of(info.inputs)
         return choose(graph, info, memory_budget)
 
     def solving(*args):
-        start = time.perf_counter()
-        try:
-            return solve(*args)
-        finally:
-            seen["solver_seconds"] = time.perf_counter() - start
+        answers = {}
+        for solver in SOLVERS:
+            with config.patch(activation_memory_budget_solver=solver):
+                start = time.perf_counter()
+                answers[solver] = solve(*args)
+                seen["answers"][solver] = sorted(answers[solver][2]), time.perf_counter() - start
+        return answers[config.activation_memory_budget_solver]
 
     partitioners.choose_saved_values_set, partitioners._optimize_runtime_with_given_memory = choosing, solving
     try:
@@ -212,8 +215,7 @@ def partitioner():
 
 def falls(values: list) -> int:
     """How often a larger budget took less than the one before."""
-    known = [v for v in values if v]
-    return sum(b < a for a, b in zip(known, known[1:]))
+    return sum(b < a for a, b in zip(values, values[1:]))
 
 
 def peer_budgets(a, name: str, folder: Path) -> list:
@@ -225,12 +227,23 @@ def peer_budgets(a, name: str, folder: Path) -> list:
 
     x = input_of(name, a)
     path, _ = models.cached(name)
-    original = allocator.memory(torch.jit.load(str(path)).train(), (x,))
+    scripted = torch.jit.load(str(path)).train()
+    original = allocator.memory(scripted, (x,))
+    print(f"\n{name}, {shape_of(x)}: saved and peak as ratios to scripted; promised is the peak of tsmem, what is saved of the others; solver of all s")
+    print(f"{'':32}{'budget':>8}{'promised':>10}{'saved':>8}{'peak':>8}{'time':>8}{'solver s':>10}{'all s':>8}", flush=True)
     rows = []
 
-    def add(by: str, budget: float, promised, m, solver, whole: float) -> None:
-        rows.append({"model": name, "by": by, "budget": budget, "promised_bytes": promised, "saved_bytes": m and m.saved, "peak_bytes": m and m.peak,
-                     "original": original._asdict(), "solver_seconds": solver, "seconds": whole})  # fmt: skip
+    def add(by: str, budget: float, promised: float, model, solver, whole: float) -> None:
+        m = allocator.memory(model, (x,))
+        ratio = allocator.times([scripted, model], (x,), a.rounds, warmup=0).ratios[1]
+        keep({"model": name, "by": by, "budget": budget, "promised_bytes": promised, "saved_bytes": m.saved, "peak_bytes": m.peak,
+              "original": original._asdict(), "time_ratio": ratio, "solver_seconds": solver, "seconds": whole})  # fmt: skip
+
+    def keep(r: dict) -> None:
+        rows.append(r)
+        of, solver = original.peak if r["by"] == "tsmem" else original.saved, r["solver_seconds"]
+        print(f"{r['by']:32}{r['budget']:8g}{r['promised_bytes'] / of:10.3f}{r['saved_bytes'] / original.saved:8.3f}{r['peak_bytes'] / original.peak:8.3f}"
+              f"{r['time_ratio']:8.3f}{'-' if solver is None else f'{solver:.3f}':>10}{r['seconds']:8.1f}", flush=True)
 
     for budget in BUDGETS:
         start, report, out = time.perf_counter(), folder / "report.json", folder / "budget.pt"
@@ -239,43 +252,34 @@ def peer_budgets(a, name: str, folder: Path) -> list:
                                "--json", str(report)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
         whole = time.perf_counter() - start
         if done.returncode == 4:  # a smaller budget than any choice needs
-            add("tsmem", budget, None, None, None, whole)
-            print(f"{name}: {done.stderr.strip()}", flush=True)
+            print(f"{'tsmem':32}{budget:8g}  {done.stderr.strip()}", flush=True)
             continue
         done.check_returncode()
         said = json.loads(report.read_text())["predicted"]
-        add("tsmem", budget, said["peak_bytes"], allocator.memory(torch.jit.load(str(out)).train(), (x,)), said["solve_seconds"], whole)
-    unasked = {}  # of no difference to other solvers
-    for solver in SOLVERS:
+        add("tsmem", budget, said["peak_bytes"], torch.jit.load(str(out)).train(), said["solve_seconds"], whole)
+    with partitioner() as seen:
         for budget in BUDGETS:
-            if budget in unasked:
-                rows.append({**unasked[budget], "by": solver})
-                continue
-            torch._dynamo.reset()
-            start = time.perf_counter()
-            with partitioner() as seen:
+            measured = {}  # by what runs again: solvers that answer the same make the same program
+            for solver in SOLVERS:
+                again, seconds = seen["answers"].get(solver, (None, None)) if measured else (None, None)
+                same = measured.get(str(again))
+                if same:
+                    keep({**same, "by": solver, "solver_seconds": seconds})
+                    continue
+                torch._dynamo.reset()
+                seen["answers"].clear()
+                start = time.perf_counter()
                 fast = compiled(models.build(name).train(), x, activation_memory_budget=budget, activation_memory_budget_solver=solver)
-            whole = time.perf_counter() - start
-            add(solver, budget, budget * seen["whole"], allocator.memory(fast, (x,), warmup=1), seen["solver_seconds"], whole)
-            if seen["solver_seconds"] is None:
-                unasked[budget] = rows[-1]
+                whole = time.perf_counter() - start
+                again, seconds = seen["answers"].get(solver, (None, None))
+                add(solver, budget, budget * seen["whole"], fast, seconds, whole)
+                measured[str(again)] = rows[-1]
 
-    by = {who: [r for r in rows if r["by"] == who] for who in ["tsmem", *SOLVERS]}
-    print(f"\n{name}, {shape_of(x)}: ratios to what scripted saves and to its peak; -: no choice needs so little")
-    print(f"{'':12}{'tsmem':^17}{'dp':^25}" + "".join(f"{s[:24]:^25}" for s in SOLVERS[1:]))
-    print(f"{'budget':12}{'promised':>10}{'peak':>7}" + f"{'promised':>10}{'saved':>8}{'peak':>7}" * len(SOLVERS))
-    for i, budget in enumerate(BUDGETS):
-        r = by["tsmem"][i]
-        cells = f"{r['promised_bytes'] / original.peak:10.3f}{r['peak_bytes'] / original.peak:7.3f}" if r["peak_bytes"] else f"{'-':>10}{'-':>7}"
-        for r in (by[s][i] for s in SOLVERS):
-            cells += f"{r['promised_bytes'] / original.saved:10.3f}{r['saved_bytes'] / original.saved:8.3f}{r['peak_bytes'] / original.peak:7.3f}"
-        print(f"{budget:<12g}{cells}", flush=True)
-    print(f"{'':32}{'saved falls':>12}{'peak falls':>12}{'over promise':>14}{'solver s':>10}{'all s':>8}   (falls: with a larger budget; solver: at most; all: median)")
-    for who, of in by.items():
-        measured = "peak_bytes" if who == "tsmem" else "saved_bytes"
-        over = max(r[measured] / r["promised_bytes"] - 1 for r in of if r["promised_bytes"])
-        print(f"{who:32}{falls([r['saved_bytes'] for r in of]):12}{falls([r['peak_bytes'] for r in of]):12}{over:14.1%}"
-              f"{max((r['solver_seconds'] or 0.0) for r in of):10.3f}{statistics.median(r['seconds'] for r in of):8.1f}", flush=True)
+    print(f"{'':32}{'saved falls':>12}{'peak falls':>12}{'over promise':>14}   (falls: how often with a larger budget)")
+    for who in ["tsmem", *SOLVERS]:
+        of, measured = [r for r in rows if r["by"] == who], "peak_bytes" if who == "tsmem" else "saved_bytes"
+        over = max(r[measured] / r["promised_bytes"] - 1 for r in of)
+        print(f"{who:32}{falls([r['saved_bytes'] for r in of]):12}{falls([r['peak_bytes'] for r in of]):12}{over:14.1%}", flush=True)
     return rows
 
 
