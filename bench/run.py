@@ -228,22 +228,23 @@ def peer_budgets(a, name: str, folder: Path) -> list:
     x = input_of(name, a)
     path, _ = models.cached(name)
     scripted = torch.jit.load(str(path)).train()
-    original = allocator.memory(scripted, (x,))
-    print(f"\n{name}, {shape_of(x)}: saved and peak as ratios to scripted; promised is the peak of tsmem, what is saved of the others; solver of all s")
-    print(f"{'':32}{'budget':>8}{'promised':>10}{'saved':>8}{'peak':>8}{'time':>8}{'solver s':>10}{'all s':>8}", flush=True)
+    original, zeroed = allocator.memory(scripted, (x,)), allocator.memory(scripted, (x,), gradients=False)
+    print(f"\n{name}, {shape_of(x)}: saved and peak as ratios to scripted; promised is the peak of tsmem, what is saved of the others;"
+          " zeroed: the peak after zero_grad(), gradients included; solver of all s")  # fmt: skip
+    print(f"{'':32}{'budget':>8}{'promised':>10}{'saved':>8}{'peak':>8}{'zeroed':>8}{'time':>8}{'solver s':>10}{'all s':>8}", flush=True)
     rows = []
 
     def add(by: str, budget: float, promised: float, model, solver, whole: float) -> None:
-        m = allocator.memory(model, (x,))
+        m, made = allocator.memory(model, (x,)), allocator.memory(model, (x,), warmup=0, gradients=False)
         ratio = allocator.times([scripted, model], (x,), a.rounds, warmup=0).ratios[1]
-        keep({"model": name, "by": by, "budget": budget, "promised_bytes": promised, "saved_bytes": m.saved, "peak_bytes": m.peak,
-              "original": original._asdict(), "time_ratio": ratio, "solver_seconds": solver, "seconds": whole})  # fmt: skip
+        keep({"model": name, "by": by, "budget": budget, "promised_bytes": promised, "saved_bytes": m.saved, "peak_bytes": m.peak, "zeroed_peak_bytes": made.peak,
+              "original": original._asdict(), "original_zeroed_peak_bytes": zeroed.peak, "time_ratio": ratio, "solver_seconds": solver, "seconds": whole})  # fmt: skip
 
     def keep(r: dict) -> None:
         rows.append(r)
         of, solver = original.peak if r["by"] == "tsmem" else original.saved, r["solver_seconds"]
         print(f"{r['by']:32}{r['budget']:8g}{r['promised_bytes'] / of:10.3f}{r['saved_bytes'] / original.saved:8.3f}{r['peak_bytes'] / original.peak:8.3f}"
-              f"{r['time_ratio']:8.3f}{'-' if solver is None else f'{solver:.3f}':>10}{r['seconds']:8.1f}", flush=True)
+              f"{r['zeroed_peak_bytes'] / zeroed.peak:8.3f}{r['time_ratio']:8.3f}{'-' if solver is None else f'{solver:.3f}':>10}{r['seconds']:8.1f}", flush=True)
 
     for budget in BUDGETS:
         start, report, out = time.perf_counter(), folder / "report.json", folder / "budget.pt"
