@@ -52,26 +52,26 @@ void add_parameter(Module& m, const std::string& name, const at::Tensor& t) {
   m.register_parameter(name, t.clone().set_requires_grad(true), false);
 }
 
-Module conv() {
+Module conv(int64_t channels = 8) {
   Module m = module("Conv");
-  add_parameter(m, "weight", at::randn({4, 4, 3, 3}));
+  add_parameter(m, "weight", at::randn({8, channels, 3, 3}));
   m.define("def forward(self, x):\n    return torch.conv2d(x, self.weight, None, [1, 1], [1, 1], [1, 1], 1)\n");
   return m;
 }
 
 Module norm() {
   Module m = module("Norm");
-  add_parameter(m, "weight", at::ones({4}));
-  add_parameter(m, "bias", at::zeros({4}));
+  add_parameter(m, "weight", at::ones({8}));
+  add_parameter(m, "bias", at::zeros({8}));
   m.define(
       "def forward(self, x):\n    return torch.batch_norm(x, self.weight, self.bias, None, None, True, 0.1, 1e-5, "
       "True)\n");
   return m;
 }
 
-Module net(const std::string& code) {
+Module net(const std::string& code, int64_t channels = 8) {
   Module m = module("Net");
-  m.register_module("conv1", conv());
+  m.register_module("conv1", conv(channels));
   m.register_module("bn1", norm());
   m.register_module("conv2", conv());
   m.define("def forward(self, x):\n" + code);
@@ -101,6 +101,12 @@ TEST(KeptTensors, TheNormsInputStaysWhereItsOutputIsRecomputed) {
   EXPECT_EQ(s.original_tensors, 2);  // the convolution's and the activation's outputs: x is an argument
   EXPECT_EQ(s.tensors, 1);
   EXPECT_FALSE(s.bytes || s.stays[0].bytes);
+}
+
+TEST(KeptTensors, OfAFirstLayerOfFewChannelsNothingStays) {
+  Module m = net(kResidual, 3), ops = net(kResidual, 3);
+  EXPECT_EQ(lines(saved(m, Level::regions)), std::vector<std::string>{});
+  EXPECT_EQ(lines(saved(ops, Level::ops)).size(), 2u);
 }
 
 TEST(KeptTensors, AtLevelOpsTheActivationStaysToo) {

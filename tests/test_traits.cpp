@@ -41,7 +41,7 @@ TEST(RecomputeArgument, IsOneIntInSchemasAndWrittenFiles) {
   EXPECT_EQ(argument_of(Recompute::each_time), 2);
   EXPECT_EQ(argument_of(Recompute::first_layer), 3);
   EXPECT_EQ(argument_of(Recompute::keep), -1);
-  EXPECT_TRUE(RecomputeArgument(3).offered() && !RecomputeArgument(3).recomputes());
+  EXPECT_TRUE(RecomputeArgument(3).offered() && RecomputeArgument(3).recomputes());
   const auto kept = RecomputeArgument(-7), recomputed = RecomputeArgument(9);
   EXPECT_TRUE(kept.site == 5 && !kept.recomputes() && recomputed.site == 5 && recomputed.recomputes());
 }
