@@ -79,17 +79,20 @@ size_t bytes_of(const Tensor& t) {
   return t.has_storage() ? std::min(elements, t.storage().nbytes()) : elements;
 }
 
+// The bit of an output in OutputRecord::kept; 0: there is none.
+static uint64_t bit_of(const Tensor& t) { return t.output_nr() < 64 ? uint64_t{1} << t.output_nr() : 0; }
+
 bool kept_anyway(const Tensor& t) {
   const Tensor whole = owner(t);
   if (whole.is_leaf()) return whole.requires_grad();
-  const auto known = known_of(whole);
-  return known && known->kept;
+  const auto known = known_of(whole.grad_fn().get());
+  return known && (known->kept & bit_of(whole));
 }
 
 void mark_kept(const Tensor& t) {
   const Tensor whole = owner(t);
-  if (const auto& node = whole.grad_fn(); node && whole.output_nr() == 0)
-    update_known(node, [](OutputRecord& k) { k.kept = true; });
+  if (const auto& node = whole.grad_fn(); node && bit_of(whole))
+    update_known(node, [bit = bit_of(whole)](OutputRecord& k) { k.kept |= bit; });
   let_go(whole);
 }
 

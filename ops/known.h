@@ -1,5 +1,6 @@
 // What is known of the tensors that recorded ops have made: the recipe offered for them, and who keeps them.
 #pragma once
+#include <cstdint>
 #include <optional>
 
 #include "recompute.h"
@@ -7,12 +8,12 @@
 
 namespace tsmem {
 
-// What is known of a node's first output while the node lives.
+// What is known of a node's first output while the node lives, and who keeps the others.
 struct OutputRecord {
   WeakNodePtr node{NodePtr()};
   RecipePtr recipe;
   uint32_t version = 0;  // of the output when the recipe was offered
-  bool kept = false;     // somebody keeps it for backward
+  uint64_t kept = 0;     // which of the node's first 64 outputs somebody keeps for backward, a bit each
   int value = -1;        // in the journal
 };
 

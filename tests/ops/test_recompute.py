@@ -1105,6 +1105,29 @@ def test_a_first_layer_of_many_channels_is_kept():
     assert bytes_left(lambda: [ops.act(ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, FIRST), "silu", [], 1)]) >= whole
 
 
+class TanhAndSigmoid(torch.autograd.Function):
+    """One node with two outputs, as what TorchScript differentiates as a group has. It keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.tanh(), x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, of_tanh, of_sigmoid):
+        return of_tanh + of_sigmoid
+
+
+def test_every_output_of_a_node_counts_as_kept():
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+
+    def run(r):
+        return ops.linear(ops.mul(*TanhAndSigmoid.apply(x), r), w)
+
+    assert bytes_left(lambda: [run(0)]) - bytes_left(lambda: [run(1)]) == x.nbytes
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), (x, w)) for r in (1, 0)))
+
+
 def test_what_is_interpolated_is_kept_in_place_of_the_result():
     """Nobody else keeps it, and it is a quarter as large."""
     torch.manual_seed(0)
