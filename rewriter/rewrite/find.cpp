@@ -149,6 +149,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   View view = copy_graph(graph, scopes, inlines, callee, /*exact=*/false, contains);
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
   result.dead = remove_dead_code(view, UnusedNorms::stay);
+  if (selection.options.runs_eagerly) view.unused.clear();  // all of them run
   for (const Node* n : view.unused)
     if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);

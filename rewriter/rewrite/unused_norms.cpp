@@ -42,28 +42,29 @@ static std::vector<Node*> norms_of(Graph& graph) {
   return found;
 }
 
-// Those that TorchScript may drop: its simplest pass does, to which only an op that overwrites something by its schema
-// is of use in itself.
-static std::vector<Node*> unused_norms(Graph& graph) {
-  const auto norms = norms_of(graph);
-  if (norms.empty()) return {};
-  const auto copy = graph.copy();
-  const auto copies = norms_of(*copy);
-  EliminateDeadCode(copy->block());
-  const auto left = norms_of(*copy);
-  const std::unordered_set<const Node*> used(left.begin(), left.end());
-  std::vector<Node*> unused;
-  for (size_t i = 0; i < norms.size(); ++i)
-    if (!used.count(copies[i])) unused.push_back(norms[i]);
-  return unused;
-}
-
 // The calls around a node of the original, from the inside, which are the same whatever else was inlined.
 static std::vector<const Node*> path_of(const Place& place) {
   std::vector<const Node*> path = {place.node};
   for (const Scope* s = place.scope; s; s = s->parent)
     if (s->branch < 0) path.push_back(s->node);
   return path;
+}
+
+// Those that TorchScript may drop: its simplest pass does, to which only an op that overwrites something by its schema
+// is of use in itself. All calls are code by then.
+static std::vector<Node*> unused_norms(Graph& graph, const BodyOf& body_of) {
+  const auto norms = norms_of(graph);
+  if (norms.empty()) return {};
+  Scopes scopes;
+  const View whole = copy_graph(
+      graph, scopes, [](const Scope*) { return true; }, body_of, /*exact=*/true);
+  EliminateDeadCode(whole.graph->block());
+  std::set<std::vector<const Node*>> used;
+  for (const Node* n : norms_of(*whole.graph)) used.insert(path_of(whole.places.at(n)));
+  std::vector<Node*> unused;
+  for (Node* n : norms)
+    if (!used.count({n})) unused.push_back(n);
+  return unused;
 }
 
 namespace {
@@ -265,6 +266,15 @@ static void put_in_place(Node* norm, View& body) {
   norm->destroy();
 }
 
+// What is made of the result, which is dead, is made of the norm's input.
+static void leave_out(Node* norm, View& body) {
+  norm->output()->replaceAllUsesWith(norm->input(0));
+  const Place place = body.places.at(norm);
+  body.places.erase(norm);
+  body.copies.erase({place.scope, place.node});
+  norm->destroy();
+}
+
 std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting) {
   const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
   const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
@@ -290,12 +300,18 @@ void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, co
     if (const auto place = body.places.find(n);
         place != body.places.end() && !in_autocast(place->second) && lasting.count(way_in_method(place->second)))
       kept.insert(n);
-  if (const auto unused = unused_norms(*body.graph); !unused.empty()) {
+  std::set<Node*> never;
+  if (const auto unused = unused_norms(*body.graph, body_of); !unused.empty()) {
     const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
-    for (Node* n : unused)
-      if (!run_in_body.count({n}) && run.count(path_of(body.places.at(n)))) kept.insert(n);
+    for (Node* n : unused) {
+      const Place& place = body.places.at(n);
+      const bool runs = run.count(path_of(place)) > 0;
+      if (runs && !run_in_body.count({n})) kept.insert(n);
+      if (!runs && run_in_body.count({n}) && !kept.count(n) && !in_autocast(place)) never.insert(n);
+    }
   }
   for (Node* n : kept) put_in_place(n, body);
+  for (Node* n : never) leave_out(n, body);
 }
 
 }  // namespace tsmem

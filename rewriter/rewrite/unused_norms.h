@@ -25,7 +25,8 @@ WayInMethod way_in_method(const Place& place);
 std::set<WayInMethod> lasting_unused_norms(const torch::jit::Module& module);
 
 // Puts our operators, which TorchScript does not drop, for these norms in `body`, a copy of `source`, and for those
-// that run in the first call of `source` and would not in that of `body`. `body_of`: what the calls in `body` run once
+// that run in the first call of `source` and would not in that of `body`. Those that would run in that of `body` alone
+// are left out. `body_of`: what the calls in `body` run once
 // all is installed.
 void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
 

@@ -395,15 +395,7 @@ std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms)
     for (const auto& [n, v] : overwritten)
       if (alive.count(v)) view.overwritten_unused.push_back(v);
   }
-  // In traced code, without a branch or a loop, they run in any case. In other code they go where TorchScript happens
-  // to simplify something else.
-  const bool traced = std::none_of(view.places.begin(), view.places.end(), [](const auto& entry) {
-    const Scope* s = entry.second.scope;
-    while (s && s->branch < 0) s = s->parent;
-    return s || !entry.first->blocks().empty();
-  });
-  if (!traced)
-    for (Node* n : held) add_unused(n, view.unused);
+  for (Node* n : held) add_unused(n, view.unused);
   return dead;
 }
 
