@@ -1014,8 +1014,6 @@ class NormBesideWhatIsSimplified(nn.Module):
 @pytest.mark.parametrize("program", [NormForADeadBranch, NormForADeadWrite, NormBesideWhatIsSimplified])
 def test_norms_that_only_dead_code_uses(program, how, options, tmp_path):
     """They run in the calls in which the original's run, whatever becomes of the code around them."""
-    if program is NormBesideWhatIsSimplified and how == "script" and options == ["--only", "conv"]:
-        pytest.skip("the method itself is not rewritten, only one that it calls: the norm runs in the first call")
     torch.manual_seed(0)
     model = program().double()
     module = torch.jit.script(model) if how == "script" else torch.jit.trace(model, torch.randn(2, 4, 8, 8, dtype=torch.double), check_trace=False)

@@ -136,7 +136,7 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
     const Graph& source = *function_graph(const_cast<Function*>(&f));
     if (result.body)
       put_unused_norms(source, *result.body_view, body_of, lasting);
-    else if (!lasting.empty() && (result.body_view = with_unused_norms(source, scopes, lasting)))
+    else if ((result.body_view = with_unused_norms(source, scopes, result.around_unused, body_of, lasting)))
       result.body = result.body_view->graph;
     if (result.body) result.body->lint();
   });

@@ -275,26 +275,7 @@ static void leave_out(Node* norm, View& body) {
   norm->destroy();
 }
 
-std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting) {
-  const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
-  const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
-  std::unordered_set<const Scope*> around;
-  bool any = false;
-  for (const auto& [n, place] : whole.places)
-    if (updates_statistics(n) && !in_autocast(place) && lasting.count(way_in_method(place))) {
-      any = true;
-      add_with_parents(place.scope, around);
-    }
-  if (!any) return std::nullopt;
-  View body = copy_graph(
-      source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
-  for (Node* n : norms_of(*body.graph))
-    if (const Place& place = body.places.at(n); !in_autocast(place) && lasting.count(way_in_method(place)))
-      put_in_place(n, body);
-  return body;
-}
-
-void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
+bool put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
   std::set<Node*> kept;
   for (Node* n : norms_of(*body.graph))
     if (const auto place = body.places.find(n);
@@ -312,6 +293,22 @@ void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, co
   }
   for (Node* n : kept) put_in_place(n, body);
   for (Node* n : never) leave_out(n, body);
+  return !kept.empty() || !never.empty();
+}
+
+std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes,
+                                      const std::unordered_set<const Scope*>& around_unused, const BodyOf& body_of,
+                                      const std::set<WayInMethod>& lasting) {
+  if (lasting.empty() && around_unused.empty()) return std::nullopt;
+  const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
+  const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
+  std::unordered_set<const Scope*> around = around_unused;
+  for (const auto& [n, place] : whole.places)
+    if (updates_statistics(n) && !in_autocast(place) && lasting.count(way_in_method(place)))
+      add_with_parents(place.scope, around);
+  View body = copy_graph(
+      source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
+  return put_unused_norms(source, body, body_of, lasting) ? std::optional(std::move(body)) : std::nullopt;
 }
 
 }  // namespace tsmem

@@ -26,11 +26,13 @@ std::set<WayInMethod> lasting_unused_norms(const torch::jit::Module& module);
 
 // Puts our operators, which TorchScript does not drop, for these norms in `body`, a copy of `source`, and for those
 // that run in the first call of `source` and would not in that of `body`. Those that would run in that of `body` alone
-// are left out. `body_of`: what the calls in `body` run once
-// all is installed.
-void put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
+// are left out. `body_of`: what the calls in `body` run once all is installed. Whether there was one of these.
+bool put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting);
 
-// A copy of a method's graph, in which they stand for each of `lasting`; nothing where there is none of these in it.
-std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes, const std::set<WayInMethod>& lasting);
+// A copy of a method's graph for which that is done, where nothing else of the method changes; nothing where there is
+// none of these in it. `around_unused`: the calls around norms that nothing uses.
+std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes,
+                                      const std::unordered_set<const Scope*>& around_unused, const BodyOf& body_of,
+                                      const std::set<WayInMethod>& lasting);
 
 }  // namespace tsmem
