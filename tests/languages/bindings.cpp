@@ -1,10 +1,12 @@
-// What a language's bindings are: C functions over LibTorch, in a library that knows nothing of tsmem. As in FTorch, tch, TorchSharp and gotch.
+// What a language's bindings are: C functions over LibTorch, in a library that knows nothing of tsmem. As in FTorch,
+// tch, TorchSharp and gotch.
 #include <torch/script.h>
 
 #include <cstdio>
 #include <exception>
 
-// Three steps of plain gradient descent on the model in one file, written to another. 1, and a sentence, where something fails.
+// Three steps of plain gradient descent on the model in one file, written to another. 1, and a sentence, where
+// something fails.
 extern "C" int train(const char* file, const char* trained) try {
   torch::jit::Module model = torch::jit::load(file);
   model.train();
