@@ -157,7 +157,7 @@ TEST(KeptBytes, AreOfTheTensorsThatTheGraphNames) {
     Module m = net(kResidual);
     const Saved s = saved(m, level);
     Module copy = copy_in_memory(m);
-    const at::Tensor x = at::randn({2, 4, 32, 32});
+    const at::Tensor x = at::randn({2, 8, 32, 32});
     const auto kept = kept_bytes(copy, {x}, {});
     RewriteOptions options;
     options.level = level;
