@@ -14,8 +14,10 @@ installed() { dpkg-query -W -f '${Status}' "$1" 2>/dev/null | grep -q 'install o
 packages=(cmake ninja-build g++ ccache git libcli11-dev nlohmann-json3-dev libdtl-dev libgtest-dev libbenchmark-dev librsvg2-bin python3-venv)
 if [ "${1:-}" = tests ] && [ "$(uname -m)" = x86_64 ] && { [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null; }; then
   packages+=(g++-aarch64-linux-gnu qemu-user)
-  # Of tests/test_languages.py, which takes Rust's and Go's compilers too where there are any.
+  # The compilers of tests/test_languages.py, where the machine has none of its own.
   command -v gfortran >/dev/null || packages+=(gfortran)
+  command -v cargo >/dev/null || packages+=(cargo)
+  command -v go >/dev/null || packages+=(golang-go)
 fi
 if command -v dpkg-query >/dev/null; then
   missing=()

@@ -10,6 +10,7 @@
 #include "ops/act_table.h"
 #include "rewriter/patterns/overlap.h"
 #include "rewriter/rewrite/canonical.h"
+#include "rewriter/rewrite/operators.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -436,11 +437,6 @@ void check_rule(const Rule& rule) {
     throw PatternFault{"rewrite", 0, 0, "the pattern would match its own replacement, again and again"};
 }
 
-static bool holds_tensors(const TypePtr& type) {
-  const auto inner = type->containedTypes();
-  return type->kind() == c10::TensorType::Kind || std::any_of(inner.begin(), inner.end(), holds_tensors);
-}
-
 std::set<std::string> tensors_read(const Rule& rule) {
   std::set<std::string> made, read;
   for (const Line& line : parse_lines(rule.match)) made.insert(line.outputs.begin(), line.outputs.end());
@@ -449,7 +445,7 @@ std::set<std::string> tensors_read(const Rule& rule) {
     for (const FunctionSchema* schema : overloads(line.op))
       for (size_t i = 0; i < std::min(given.size(), schema->arguments().size()); ++i)
         if (is_value(given[i].argument) && !made.count(given[i].argument.substr(1)) &&
-            holds_tensors(schema->arguments()[i].type()))
+            may_hold_tensor(schema->arguments()[i].type()))
           read.insert(given[i].argument.substr(1));
     made.insert(line.outputs.begin(), line.outputs.end());
   }

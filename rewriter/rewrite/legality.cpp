@@ -130,9 +130,9 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
   }
   // TorchScript knows of aten::cat and a few others that the tensors of a list stay as they are. It takes any other
   // operator with a list for one through which these are seen later, and then what overwrites them runs.
-  std::map<std::string, Value*> lists = a.bound;
-  std::erase_if(lists, [](const auto& entry) { return is_tensor(entry.second); });
-  if (auto reason = written_by_dead_code(lists); !reason.empty()) return reason;
+  for (const auto& [name, value] : a.bound)
+    if (!is_tensor(value))
+      if (auto reason = written_by_dead_code(value); !reason.empty()) return reason;
   return disturbed(a);
 }
 
@@ -193,19 +193,19 @@ std::string Legality::seen_after(Value* v, Node* user, Node* n) const {
   return "";
 }
 
-// Whether dead code writes to what is bound. TorchScript leaves that code out of the original.
-std::string Legality::written_by_dead_code(const std::map<std::string, Value*>& bound) const {
+// Whether dead code writes to a tensor, or to those of a list. TorchScript leaves that code out of the original.
+std::string Legality::written_by_dead_code(Value* value) const {
   for (Value* written : view_.overwritten_unused)
-    for (const auto& [name, value] : bound)
-      for (Value* v : tensors_of(value))
-        if (sharing_.may_alias(written, v)) return "something whose result is not used writes to an input of the match";
+    for (Value* v : tensors_of(value))
+      if (sharing_.may_alias(written, v)) return "something whose result is not used writes to an input of the match";
   return "";
 }
 
 // Whether something that may run after the match writes to what it keeps: what follows, all of a loop around it, and
 // dead code, wherever it stood.
 std::string Legality::written_later(const Attempt& kept) const {
-  if (auto reason = written_by_dead_code(kept.bound); !reason.empty()) return reason;
+  for (const auto& [name, value] : kept.bound)
+    if (auto reason = written_by_dead_code(value); !reason.empty()) return reason;
   for (Node* n = kept.nodes.back(); n; n = n->owningBlock()->owningNode()) {
     for (Node* later = n->next(); later != n->owningBlock()->return_node(); later = later->next())
       if (auto reason = writes(later, kept, /*in_between=*/false); !reason.empty()) return reason;

@@ -22,7 +22,7 @@ class Legality {
   std::string escapes(const CompiledRule& rule, const Attempt& a, size_t line, size_t output) const;
   std::string reads_inner_value(const CompiledRule& rule, const Attempt& a) const;
   std::string seen_after(Value* v, Node* user, Node* n) const;
-  std::string written_by_dead_code(const std::map<std::string, Value*>& bound) const;
+  std::string written_by_dead_code(Value* value) const;
   std::string written_later(const Attempt& kept) const;
   std::string disturbed(const Attempt& a) const;
   std::string writes(Node* n, const Attempt& a, bool in_between) const;

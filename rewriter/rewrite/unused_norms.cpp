@@ -303,9 +303,13 @@ std::optional<View> with_unused_norms(const Graph& source, Scopes& scopes,
   const auto inlines_functions = [](const Scope* s) { return s->branch < 0 && s->node->kind() == prim::CallFunction; };
   const View whole = copy_graph(source, scopes, inlines_functions, callee, /*exact=*/true);
   std::unordered_set<const Scope*> around = around_unused;
+  bool any = !around.empty();
   for (const auto& [n, place] : whole.places)
-    if (updates_statistics(n) && !in_autocast(place) && lasting.count(way_in_method(place)))
+    if (updates_statistics(n) && !in_autocast(place) && lasting.count(way_in_method(place))) {
+      any = true;
       add_with_parents(place.scope, around);
+    }
+  if (!any) return std::nullopt;
   View body = copy_graph(
       source, scopes, [&](const Scope* s) { return around.count(s) > 0; }, callee, /*exact=*/true);
   return put_unused_norms(source, body, body_of, lasting) ? std::optional(std::move(body)) : std::nullopt;
