@@ -1,4 +1,4 @@
-"""Time of tsmem::batch_norm_act against stock batch_norm + relu_, forward and backward in training mode, at ResNet-50's shapes.
+"""Time of tsmem::batch_norm_act against PyTorch's batch_norm + relu_, forward and backward in training mode, at ResNet-50's shapes.
 
 Both are run in turn, the first of a pair changing, so that other load on the machine hits them alike; the table shows the median
 of the ratios. Freed memory is kept (glibc's mallopt): which of the two would clear new pages is chance. --trim: glibc's defaults.
@@ -29,7 +29,7 @@ def parse():
     return parser.parse_args()
 
 
-def stock(x, w, b, m, v, z):
+def pytorch(x, w, b, m, v, z):
     n = F.batch_norm(x, m, v, w, b, True, 0.1, 1e-5)
     if z is not None:
         n += z
@@ -53,7 +53,7 @@ def main():
     args = parse()
     torch.set_num_threads(args.threads)
     torch.ops.load_library(str(pathlib.Path(args.library).resolve()))
-    print(f"batch {args.batch}, {args.threads} threads: time of the fused op / stock, median of {args.rounds} pairs (ms)")
+    print(f"batch {args.batch}, {args.threads} threads: time of the fused op / PyTorch, median of {args.rounds} pairs (ms)")
     if args.trim:
         # glibc's malloc takes large blocks from the system, page by page, until it has seen one of their size freed.
         torch.ones(args.batch * max(c * size * size for c, size in SHAPES))
@@ -72,7 +72,7 @@ def main():
                 grad = torch.randn_like(x)
                 pairs = []
                 for i in range(args.rounds + 2):
-                    first = [seconds(f, inputs, grad) for f in ((fused, stock) if i % 2 else (stock, fused))]
+                    first = [seconds(f, inputs, grad) for f in ((fused, pytorch) if i % 2 else (pytorch, fused))]
                     pairs.append(first if i % 2 else first[::-1])
                 pairs = pairs[2:]
                 ours, theirs = statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)

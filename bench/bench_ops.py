@@ -1,8 +1,8 @@
-"""Ops of libtsmem_ops.so against their stock namesakes: forward + backward, interleaved, median of the ratios.
+"""Ops of libtsmem_ops.so against their namesakes in PyTorch: forward + backward, interleaved, median of the ratios.
 
     python bench/bench_ops.py path/to/libtsmem_ops.so [--threads 2] [--rounds 15] [--json FILE]
 
-Below 1.00 is faster than stock.
+Below 1.00 is faster than PyTorch.
 """
 import argparse
 import json
@@ -30,13 +30,13 @@ def once(op, x, cotangent):
     return taken
 
 
-def compare(ours, stock, x, rounds):
-    """The median over rounds of (time of ours / time of stock), each round in both orders, after two warm-up rounds."""
-    cotangent = torch.randn_like(stock(x).detach())
+def compare(ours, pytorch, x, rounds):
+    """The median over rounds of (time of ours / time of PyTorch), each round in both orders, after two warm-up rounds."""
+    cotangent = torch.randn_like(pytorch(x).detach())
     ratios = []
     for i in range(rounds + 2):
-        pair = {f: once(f, x, cotangent) for f in ((ours, stock) if i % 2 else (stock, ours))}
-        ratios.append(pair[ours] / pair[stock])
+        pair = {f: once(f, x, cotangent) for f in ((ours, pytorch) if i % 2 else (pytorch, ours))}
+        ratios.append(pair[ours] / pair[pytorch])
     return statistics.median(ratios[2:])
 
 
@@ -62,11 +62,11 @@ def main():
                 cases.append(("relu", name, shape, lambda x: ops.act(x, "relu", []), torch.relu))
                 cases.append(("leaky_relu", name, shape, lambda x: ops.act(x, "leaky_relu", [0.01]),
                               lambda x: torch.nn.functional.leaky_relu(x, 0.01)))
-            for op, name, shape, ours, stock in cases:
+            for op, name, shape, ours, pytorch in cases:
                 x = torch.randn(shape).to(dtype).contiguous(memory_format=layout).requires_grad_()
                 row = {"op": op, "case": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."),
                        "layout": "channels_last" if layout == torch.channels_last else "contiguous",
-                       "ratio": compare(ours, stock, x, args.rounds)}
+                       "ratio": compare(ours, pytorch, x, args.rounds)}
                 results.append(row)
                 print(f"{row['op']:<12}{row['case']:<20}{row['dtype']:<10}{row['layout']:<15}{row['ratio']:.2f}", flush=True)
     if args.json:

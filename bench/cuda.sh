@@ -4,7 +4,7 @@
 #   bench/cuda.sh prepare   where the tool and torchvision are, no device needed: model files without weights in build/cuda-models
 #   bench/cuda.sh build     the op libraries alone, into build-cuda: needs nvcc, CMake, ninja and a torch with CUDA; no network
 #   bench/cuda.sh test      the tests, then compute-sanitizer's memcheck and racecheck on a few ops
-#   bench/cuda.sh kernels   bandwidth of every kernel on ResNet-50's shapes, against a copy, stock and torch.compile
+#   bench/cuda.sh kernels   bandwidth of every kernel on ResNet-50's shapes, against a copy, PyTorch and torch.compile
 #   bench/cuda.sh each      time of each kernel on one large map, by PyTorch's profiler
 #   bench/cuda.sh models    memory and time of a training step of whole models
 #   bench/cuda.sh batches   the largest batch that trains

@@ -45,7 +45,7 @@ def prepare(a):
     MODELS.mkdir(parents=True, exist_ok=True)
     for name, (fixture, _, _) in TABLE.items():
         original, _ = models.cached(fixture)
-        files = {"stock": original}
+        files = {"pytorch": original}
         for level in ("ops", "regions"):
             files[level] = MODELS / f"{name}.{level}.full.pt"
             subprocess.run([tool, "rewrite", str(original), "-o", str(files[level]), "--force", "--quiet", "--level", level], check=True, stdout=subprocess.DEVNULL)
@@ -54,7 +54,7 @@ def prepare(a):
             for p in m.parameters():
                 p.data = torch.zeros((), dtype=p.dtype).expand(p.shape)
             m.save(str(MODELS / f"{name}.{kind}.pt"))
-            if kind != "stock":
+            if kind != "pytorch":
                 path.unlink()
         print(f"{name}: {', '.join(files)}")
 
@@ -115,9 +115,9 @@ def memory_of(m, x):
     torch.cuda.reset_peak_memory_stats()
     with torch.autocast("cuda", torch.bfloat16):
         y = m(x)
-    live = torch.cuda.memory_allocated() - before
+    saved = torch.cuda.memory_allocated() - before
     y.float().square().mean().backward()
-    return live, torch.cuda.max_memory_allocated() - before
+    return saved, torch.cuda.max_memory_allocated() - before
 
 
 def save(name, rows):
@@ -152,7 +152,7 @@ def kernels(a):
     ops, rows, end = load_ops(), [], time.monotonic() + a.seconds
     pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
 
-    def stock(x, w, b, z):
+    def pytorch(x, w, b, z):
         y = torch.nn.functional.batch_norm(x, None, None, w, b, True)
         return torch.relu(y + z if z is not None else y)
 
@@ -161,8 +161,8 @@ def kernels(a):
             return ops.batch_norm_act(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [])
         return ops.batch_norm_add_act(x, w, b, None, None, True, 0.1, 1e-5, True, z, "relu", [])
 
-    def stock_pool(x, w, b, z):
-        return torch.max_pool2d(stock(x, w, b, z), *pool)
+    def pytorch_pool(x, w, b, z):
+        return torch.max_pool2d(pytorch(x, w, b, z), *pool)
 
     def our_pool(x, w, b, z):
         return ops.batch_norm_act_max_pool2d(x, w, b, None, None, True, 0.1, 1e-5, True, "relu", [], *pool)
@@ -170,7 +170,7 @@ def kernels(a):
     shapes = [(s, w) for w in ("norm", "norm + add") for s in SHAPES] + [((64, 112), "norm + pool")]
     cases = [(d, f, s, w) for d in (torch.bfloat16, torch.float32) for f in (torch.channels_last, torch.contiguous_format) for s, w in shapes]
     print(f"{'who':9}{'dtype':9}{'layout':18}{'channels':>9}{'side':>5}{'what':>12}{'copy GB/s':>11}{'fwd ms':>8}{'share':>7}{'bwd ms':>8}{'share':>7}")
-    for who in ("ours", "stock", "compiled"):
+    for who in ("ours", "pytorch", "compiled"):
         for dtype, layout, (channels, side), what in cases:
             if a.only and str(dtype)[6:] not in a.only and who not in a.only:
                 continue
@@ -184,7 +184,7 @@ def kernels(a):
                 z = torch.randn_like(x).requires_grad_() if what == "norm + add" else None
                 sets.append((x, *(torch.rand(channels, device="cuda").requires_grad_() for _ in range(2)), z))
             with_pool = what == "norm + pool"
-            f = (our_pool if with_pool else ours) if who == "ours" else stock_pool if with_pool else stock
+            f = (our_pool if with_pool else ours) if who == "ours" else pytorch_pool if with_pool else pytorch
             if who == "compiled":
                 torch._dynamo.reset()  # beyond eight shapes it would run the function as it is
                 f = torch.compile(f, dynamic=False)
@@ -216,7 +216,7 @@ def kernels(a):
 
 
 def each(a):
-    """The time of each kernel, by PyTorch's profiler, of ours and of stock, on one large map."""
+    """The time of each kernel, by PyTorch's profiler, of ours and of PyTorch, on one large map."""
     ops = load_ops()
     for dtype in (torch.bfloat16, torch.float32):
         for layout in (torch.channels_last, torch.contiguous_format):
@@ -232,8 +232,8 @@ def each(a):
                 "ours pool": lambda: ops.batch_norm_act_max_pool2d(x, w, b, *bn, "relu", [], *pool),  # noqa: B023
                 "ours max_pool": lambda: ops.max_pool2d(x, [3, 3], [2, 2], [1, 1]),  # noqa: B023
                 "ours act": lambda: ops.act(x, "relu", []),  # noqa: B023
-                "stock": lambda: torch.relu(torch.nn.functional.batch_norm(x, None, None, w, b, True)),  # noqa: B023
-                "stock max_pool": lambda: torch.max_pool2d(x, *pool),  # noqa: B023
+                "pytorch": lambda: torch.relu(torch.nn.functional.batch_norm(x, None, None, w, b, True)),  # noqa: B023
+                "pytorch max_pool": lambda: torch.max_pool2d(x, *pool),  # noqa: B023
             }
             for name, f in fs.items():
                 y = f()
@@ -283,7 +283,7 @@ class Checkpointed(torch.nn.Module):
 
 def variants(name):
     """(what, function that makes the model)."""
-    yield "stock", lambda: load(name, "stock")
+    yield "pytorch", lambda: load(name, "pytorch")
     yield "tsmem ops", lambda: load(name, "ops")
     yield "tsmem", lambda: load(name, "regions")
     yield "checkpoint", lambda: Checkpointed(eager(name))
@@ -305,7 +305,7 @@ def variants(name):
 def models_table(a):
     load_ops()
     rows, end = [], time.monotonic() + a.seconds
-    print(f"{'model':18}{'batch':>6}  {'what':12}{'live MiB':>10}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}{'ms':>9}{'ratio':>7}")
+    print(f"{'model':18}{'batch':>6}  {'what':12}{'saved MiB':>10}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}{'ms':>9}{'ratio':>7}")
     for name in a.only or TABLE:
         _, size, batch = TABLE[name]
         x = torch.randn(batch, *size, device="cuda").to(memory_format=torch.channels_last)
@@ -316,7 +316,7 @@ def models_table(a):
                 return
             try:
                 m = make()
-                live, peak = memory_of(m, x)
+                saved, peak = memory_of(m, x)
                 (ms,) = milliseconds([step_of(m, x)], 2.0)
             except Exception as error:
                 print(f"{name:18}{batch:6}  {what:12}({type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''})")
@@ -324,10 +324,10 @@ def models_table(a):
             finally:
                 m = None
                 torch.cuda.empty_cache()
-            first = first or (live, peak, ms)
-            rows.append({"model": name, "batch": batch, "what": what, "live": live, "peak": peak, "ms": ms})
+            first = first or (saved, peak, ms)
+            rows.append({"model": name, "batch": batch, "what": what, "saved": saved, "peak": peak, "ms": ms})
             save("models", rows)
-            print(f"{name:18}{batch:6}  {what:12}{live / 2**20:10.0f}{live / first[0]:7.2f}{peak / 2**20:10.0f}{peak / first[1]:7.2f}{ms:9.1f}{ms / first[2]:7.2f}", flush=True)
+            print(f"{name:18}{batch:6}  {what:12}{saved / 2**20:10.0f}{saved / first[0]:7.2f}{peak / 2**20:10.0f}{peak / first[1]:7.2f}{ms:9.1f}{ms / first[2]:7.2f}", flush=True)
 
 
 def batches(a):
@@ -336,7 +336,7 @@ def batches(a):
     rows = []
     for name in a.only or ("resnet50", "densenet121"):
         _, size, _ = TABLE[name]
-        for kind in ("stock", "ops", "regions"):
+        for kind in ("pytorch", "ops", "regions"):
             m = load(name, kind)
 
             def fits(n):

@@ -1,4 +1,4 @@
-"""What people train, measured: live and peak memory and time of a training step, rewritten / original, for the models of fixtures/zoo.py.
+"""What people train, measured: saved and peak memory and time of a training step, rewritten / original, for the models of fixtures/zoo.py.
 
     python bench/zoo.py [NAME ...] [--door file|compile] [--level ops|regions] [--rounds 7] [--seconds 600] [--page docs/zoo.md]
 
@@ -120,7 +120,7 @@ def cells(row: dict) -> list:
     return [ratio(row["saved_bytes"]), ratio(row["peak_bytes"]), f"{row['time_ratio']:.2f}", error if row["equal"] else f"{error} DIFFERENT", share(row)]
 
 
-HEADERS = ["model", "live", "peak", "time", "float64", "most of what stays"]
+HEADERS = ["model", "saved", "peak", "time", "float64", "most of what stays"]
 
 
 def page(rows: dict, a) -> str:
@@ -159,8 +159,8 @@ def main() -> None:
     print(f"{HEADERS[0]:34}" + "".join(f"{h:>8}" for h in HEADERS[1:4]) + "  float64  most of what stays")
     for name in a.names or zoo.ZOO:
         rows[name] = in_a_process(name, a)
-        live, peak, taken, error, rest = cells(rows[name])
-        print(f"{name:34}{live:>8}{peak:>8}{taken:>8}  {error:7}  {rest}", flush=True)
+        saved, peak, taken, error, rest = cells(rows[name])
+        print(f"{name:34}{saved:>8}{peak:>8}{taken:>8}  {error:7}  {rest}", flush=True)
         OUT.parent.mkdir(parents=True, exist_ok=True)
         OUT.write_text(json.dumps(rows, indent=1) + "\n")  # after each: a run that is cut off has its rows
     if a.page:

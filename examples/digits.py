@@ -193,20 +193,20 @@ def main() -> None:
     models = make_models(options.out, options.batch, options.threads)
     results, steps = train(models, options.epochs, options.batch)
     images, labels, _, _ = data()
-    stock, first = steps[ORIGINAL], results[ORIGINAL]
+    pytorch, first = steps[ORIGINAL], results[ORIGINAL]
     for name, model in models.items():
         r = results[name]
         r["saved_bytes"], r["peak_bytes"] = memory(model, images[: options.batch], labels[: options.batch])
         # Each step against the original's with the same batch, just before it: other work on the machine falls out.
-        ratios = [b / a for a, b in list(zip(stock["seconds"], steps[name]["seconds"]))[WARM_UP:]]
+        ratios = [b / a for a, b in list(zip(pytorch["seconds"], steps[name]["seconds"]))[WARM_UP:]]
         r["time_ratio"] = statistics.median(ratios)
-        r["loss_difference"] = max(abs(a - b) for a, b in zip(stock["losses"], steps[name]["losses"]))
+        r["loss_difference"] = max(abs(a - b) for a, b in zip(pytorch["losses"], steps[name]["losses"]))
         r["epoch_loss_difference"] = max(abs(a - b) for a, b in zip(first["loss"], r["loss"]))
         r["step_losses"] = steps[name]["losses"]
     (options.out / "digits.json").write_text(json.dumps(results, indent=1) + "\n")
 
     threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
-    print(f"\n{options.epochs} epochs, {len(stock['losses'])} steps, batch {options.batch}x1x{SIZE}x{SIZE}, {threads}\n")
+    print(f"\n{options.epochs} epochs, {len(pytorch['losses'])} steps, batch {options.batch}x1x{SIZE}x{SIZE}, {threads}\n")
     print(f"{'':18}{'loss':>8}{'accuracy':>10}{'saved, MiB':>15}{'peak, MiB':>15}{'step, ratio':>13}{'loss differs by':>17}")
     for name, r in results.items():
         cells = [f"{r[k] / 2**20:.1f} ({r[k] / first[k]:.2f})" for k in ("saved_bytes", "peak_bytes")]

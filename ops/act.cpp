@@ -112,7 +112,7 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
 
 // Any activation: by our kernel where that is the faster one.
 Tensor smooth_act(const Tensor& x, const Act& act) {
-  if (!smooth_usable(x, act)) return stock_act(x, act);
+  if (!smooth_usable(x, act)) return aten_act(x, act);
   return smooth_op()(x, act);
 }
 
@@ -135,7 +135,7 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
     const Tensor t = at::softplus(x).tanh();
     return grad * (t + x * x.sigmoid() * (1 - t * t));
   }
-  return stock_act_backward(grad, x, act, own);
+  return aten_act_backward(grad, x, act, own);
 }
 
 bool smooth(ActKind kind) { return info_of(kind).saves == ActSaves::input; }
@@ -174,7 +174,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
       fits && RecomputeArgument(recompute).offered() && smooth(act.kind) && !autocast_casts(self, act);
   const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);
   const Tensor made = masked         ? MaskedAct::apply(self, act)
-                      : !smooth_ours ? stock_act(self, act)
+                      : !smooth_ours ? aten_act(self, act)
                       : grad         ? SmoothAct::apply(self, act)
                                      : smooth_act(self, act);
   const Tensor out = as_original(made, self, act, in_place, masked || smooth_ours);

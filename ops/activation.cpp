@@ -56,7 +56,7 @@ at::Tensor call_operator(const char* ending, const Act& act, const First&... fir
 
 }  // namespace
 
-at::Tensor stock_act(const at::Tensor& input, const Act& act) {
+at::Tensor aten_act(const at::Tensor& input, const Act& act) {
   at::Tensor out;
   with_row(act.kind, [&](auto row) {
     const at::Tensor x = row.scripted_in_float ? as_scripted(input) : input;
@@ -68,7 +68,7 @@ at::Tensor stock_act(const at::Tensor& input, const Act& act) {
   return out;
 }
 
-at::Tensor stock_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own) {
+at::Tensor aten_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own) {
   if (own.defined() && act.kind == ActKind::silu) return at::silu_backward_out(own, grad, x);
   if (const char* approximate = info_of(act.kind).approximate; approximate && own.defined())
     return at::gelu_backward_out(own, grad, x, approximate);

@@ -15,13 +15,13 @@ at::Tensor act(const at::Tensor& self, c10::string_view name, at::ArrayRef<doubl
                bool in_place);
 
 // PyTorch's own operator of an activation (differentiable), for dtypes and devices without a kernel of ours.
-at::Tensor stock_act(const at::Tensor& x, const Act& act);
+at::Tensor aten_act(const at::Tensor& x, const Act& act);
 
 // PyTorch's own derivative of a smooth activation (ActSaves::input). `own`: memory that may become the result, or
 // undefined.
-at::Tensor stock_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own);
+at::Tensor aten_act_backward(const at::Tensor& grad, const at::Tensor& x, const Act& act, at::Tensor own);
 
-// True where autocast around us would change the dtype of stock_act().
+// True where autocast around us would change the dtype of aten_act().
 bool autocast_casts(const at::Tensor& x, const Act& act);
 
 // In forward, and in backward.

@@ -137,7 +137,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
 
 // A factor of a batched product as at::matmul keeps it: with batches that can't be put together without it, a copy.
 // Then the factor may be changed before backward.
-Tensor copied_by_stock(const Tensor& t, bool folded) {
+Tensor copied_by_aten(const Tensor& t, bool folded) {
   const Tensor flat = folded ? t.reshape({-1, t.size(-1)}) : t.dim() > 2 ? t.reshape({-1, t.size(-2), t.size(-1)}) : t;
   return flat.is_alias_of(t) ? t : flat.view(t.sizes());
 }
@@ -158,7 +158,7 @@ struct Matmul : torch::autograd::Function<Matmul> {
       const bool needed = (i == 0 ? b : a).requires_grad();
       if (needed && !costs_nothing(given)) {
         at::AutoDispatchBelowADInplaceOrView below;
-        t = copied_by_stock(given, i == 0 && b.dim() == 2);
+        t = copied_by_aten(given, i == 0 && b.dim() == 2);
       }
       keeper.add(needed ? t : Tensor(), !t.is_same(given));
     }
@@ -178,13 +178,13 @@ struct Matmul : torch::autograd::Function<Matmul> {
     // A factor that is recomputed is copied here: its transpose's copy would be another operand, and some processors'
     // products then round differently from PyTorch's.
     if (ctx->needs_input_grad(1)) {
-      const Tensor a = copied_by_stock(kept[0], b_sizes.size() == 2);
+      const Tensor a = copied_by_aten(kept[0], b_sizes.size() == 2);
       g[1] = b_sizes.size() == 2
                  ? a.reshape({-1, a.size(-1)}).t().mm(grad.reshape({-1, grad.size(-1)}))  // not one product an image
                  : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
     }
     if (ctx->needs_input_grad(0))
-      g[0] = product(grad, copied_by_stock(kept[1], false).transpose(-2, -1)).sum_to_size(a_sizes);
+      g[0] = product(grad, copied_by_aten(kept[1], false).transpose(-2, -1)).sum_to_size(a_sizes);
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "matmul", grad);
     return g;
   }

@@ -121,17 +121,21 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
 
 }  // namespace
 
-Tensor batch_norm_act(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                      const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                      double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
-                      int64_t recompute) {
-  const Act act = parse_act(name, args);
-  const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  if (!norm_usable(input, bn, {}, act)) return stock_act(stock_norm(input, bn, cudnn_enabled), act);
-  return std::get<0>(run(input, bn, {}, act, false, "batch_norm_act", recompute));
+Tensor batch_norm_act(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
+                      const char* name, RecomputeArgument recompute) {
+  if (!norm_usable(input, bn, {}, act)) return aten_act(aten_norm(input, bn, cudnn_enabled), act);
+  return std::get<0>(run(input, bn, {}, act, false, name, recompute));
 }
 
 namespace {
+
+Tensor batch_norm_act_op(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                         const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
+                         double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
+                         int64_t recompute) {
+  return batch_norm_act(input, {weight, bias, running_mean, running_var, training, momentum, eps}, cudnn_enabled,
+                        parse_act(name, args), "batch_norm_act", recompute);
+}
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight,
                                                         const OptTensor& bias, const OptTensor& running_mean,
@@ -141,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats", recompute);
-  const Tensor out = stock_act(stock_norm(input, bn, cudnn_enabled), act);
+  const Tensor out = aten_act(aten_norm(input, bn, cudnn_enabled), act);
   at::NoGradGuard no_grad;
   const auto acc = acc_type(input.scalar_type());
   if (!training)
@@ -160,11 +164,11 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   const bool casts = makes_new(in_place) && scripted_autocast(input.device().type());
   if (casts || !norm_usable(input, bn, other, act)) {
-    const Tensor normed = stock_norm(input, bn, cudnn_enabled);
-    if (in_place == kFirst) return stock_act(normed.add_(other), act);
-    if (in_place == kSecond) return stock_act(other.clone().add_(normed), act);
+    const Tensor normed = aten_norm(input, bn, cudnn_enabled);
+    if (in_place == kFirst) return aten_act(normed.add_(other), act);
+    if (in_place == kSecond) return aten_act(other.clone().add_(normed), act);
     const Tensor a = as_scripted(normed), b = as_scripted(other);
-    return stock_act(in_place == kNewFromSecond ? b + a : a + b, act);
+    return aten_act(in_place == kNewFromSecond ? b + a : a + b, act);
   }
   return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act", recompute));
 }
@@ -176,7 +180,8 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
 }  // namespace
 
 void register_batch_norm_act(torch::Library& m) {
-  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor", TORCH_FN(batch_norm_act));
+  m.def("batch_norm_act(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> Tensor",
+        TORCH_FN(batch_norm_act_op));
   m.def("batch_norm_act_stats(" TSMEM_BN ", str act, float[] act_args, int recompute=0) -> (Tensor, Tensor, Tensor)",
         TORCH_FN(batch_norm_act_stats));
   m.def("batch_norm_add_act(" TSMEM_BN

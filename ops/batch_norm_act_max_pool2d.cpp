@@ -144,7 +144,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
     return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, /*recompute=*/0);
   }
   if (!usable) {
-    const Tensor activated = stock_act(stock_norm(input, bn, cudnn_enabled), act);
+    const Tensor activated = aten_act(aten_norm(input, bn, cudnn_enabled), act);
     return at::max_pool2d(activated, kernel_size, stride, padding, dilation, ceil_mode);
   }
   if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias))) {

@@ -32,7 +32,7 @@ struct Op : torch::CustomClassHolder {
       : row(r),
         derivative(derivative_of(r.full_name())),
         hacked_twin(r.overload() == "Tensor_hacked_twin"),
-        stock(aten(std::string(r.name()), hacked_twin ? "Tensor" : std::string(r.overload()))) {
+        original(aten(std::string(r.name()), hacked_twin ? "Tensor" : std::string(r.overload()))) {
     if (!r.in_place || !r.schema.substr(r.full_name().size()).starts_with("(Tensor"))
       return;                            // a number isn't written to
     std::string overload(r.overload());  // pow_.Scalar is pow.Tensor_Scalar's
@@ -42,7 +42,7 @@ struct Op : torch::CustomClassHolder {
   const CheapOp& row;
   const Derivative* derivative;
   bool hacked_twin;  // index with a list of tensors, none of which is left out
-  c10::OperatorHandle stock;
+  c10::OperatorHandle original;
   std::optional<c10::OperatorHandle> overwriting;
   // A cast reads the dtype of other operands alone.
   bool cast() const { return row.name() == "type_as"; }
@@ -104,7 +104,7 @@ struct Call : torch::CustomClassHolder {
   }
   Tensor run(const std::vector<Tensor>& tensors) const {
     Stack stack = with(tensors);
-    op->stock.callBoxed(&stack);
+    op->original.callBoxed(&stack);
     return stack[0].toTensor();
   }
 };
@@ -220,7 +220,7 @@ struct Kernel : c10::OperatorKernel {
     if (!in_place) {
       if (op->row.scripted == Scripted::float32)
         for (Tensor& t : tensors) t = as_scripted(t);
-      if (key && op->stock.hasKernelForDispatchKey(*key)) {
+      if (key && op->original.hasKernelForDispatchKey(*key)) {
         if (op->promotes()) return call->run(tensors);
         for (Tensor& t : tensors)
           if (t.defined()) t = at::autocast::cached_cast(at::kFloat, t, device);

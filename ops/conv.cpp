@@ -95,7 +95,7 @@ ConvWindow window_of(const ConvArgs& args) { return {args.stride, args.padding, 
 
 struct Conv : torch::autograd::Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
-                        const ConvArgs& args, const Forward& stock) {
+                        const ConvArgs& args, const Forward& aten_forward) {
     ctx->set_materialize_grads(false);
     const bool keep_input = weight.requires_grad(), keep_weight = input.requires_grad();
     Keeper keeper;
@@ -116,18 +116,19 @@ struct Conv : torch::autograd::Function<Conv> {
     data["transposed"] = args.transposed;
     data["groups"] = args.groups;
     data["copied"] = copied(input) && copied(weight);
-    return forward_of(input, weight, bias, args, stock);
+    return forward_of(input, weight, bias, args, aten_forward);
   }
 
   static Tensor forward_of(const Tensor& input, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-                           const Forward& stock) {
+                           const Forward& aten_forward) {
     const bool cut = copied(input) && copied(weight) && input.dim() >= 3;
     const int64_t parts = cut ? parts_of(input.sizes(), out_numel(input, weight, args), weight) : 1;
     if (parts <= 1) {
       const int64_t slabs = cut && slabs_fit(args) ? conv_slabs(input, weight, window_of(args)) : 1;
-      return slabs <= 1 ? stock(input, weight, bias) : conv_by_slabs(input, weight, bias, window_of(args), slabs);
+      return slabs <= 1 ? aten_forward(input, weight, bias)
+                        : conv_by_slabs(input, weight, bias, window_of(args), slabs);
     }
-    return by_parts(input, parts, [&](const Tensor& x) { return stock(x, weight, bias); });
+    return by_parts(input, parts, [&](const Tensor& x) { return aten_forward(x, weight, bias); });
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -222,11 +223,11 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
 
 // Batches an unbatched input, as PyTorch does.
 Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-             const Forward& stock, RecomputeArgument recompute) {
+             const Forward& aten_forward, RecomputeArgument recompute) {
   const OptTensor b = defined(bias);
   const bool batched = unbatched.dim() == weight.dim();
   const Tensor input = batched ? unbatched : unbatched.unsqueeze(0);
-  const Tensor out = Conv::apply(input, weight, b, args, stock);
+  const Tensor out = Conv::apply(input, weight, b, args, aten_forward);
   const Tensor& per_weight = args.transposed ? input : out;  // each of its elements meets one filter
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
@@ -254,24 +255,24 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
 }
 
 template <int64_t D>
-Tensor stock_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, IntArrayRef padding,
-                  IntArrayRef dilation, int64_t groups) {
+Tensor aten_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, IntArrayRef padding,
+                 IntArrayRef dilation, int64_t groups) {
   if constexpr (D == 1) return at::conv1d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 2) return at::conv2d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 3) return at::conv3d(x, w, b, stride, padding, dilation, groups);
 }
 
 template <int64_t D>
-Tensor stock_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, c10::string_view padding,
-                  IntArrayRef dilation, int64_t groups) {
+Tensor aten_conv(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride, c10::string_view padding,
+                 IntArrayRef dilation, int64_t groups) {
   if constexpr (D == 1) return at::conv1d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 2) return at::conv2d(x, w, b, stride, padding, dilation, groups);
   if constexpr (D == 3) return at::conv3d(x, w, b, stride, padding, dilation, groups);
 }
 
 template <int64_t D>
-Tensor stock_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride,
-                            IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
+Tensor aten_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b, IntArrayRef stride,
+                           IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation) {
   if constexpr (D == 1) return at::conv_transpose1d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (D == 2) return at::conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (D == 3) return at::conv_transpose3d(x, w, b, stride, padding, output_padding, groups, dilation);
@@ -281,13 +282,13 @@ template <int64_t D>
 Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, IntArrayRef padding,
             IntArrayRef dilation, int64_t groups, int64_t recompute) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
-    return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
+    return aten_conv<D>(input, weight, bias, stride, padding, dilation, groups);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
   return apply(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-        return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
+        return aten_conv<D>(x, w, b, stride, padding, dilation, groups);
       },
       recompute);
 }
@@ -297,7 +298,7 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
                     c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
   const bool same = padding == "same";
   if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
-    return stock_conv<D>(input, weight, bias, stride, padding, dilation, groups);
+    return aten_conv<D>(input, weight, bias, stride, padding, dilation, groups);
   ConvArgs args{expand(stride, D),
                 std::vector<int64_t>(D, 0),
                 expand(dilation, D),
@@ -318,7 +319,7 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
   return apply(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-        return stock_conv<D>(x, w, b, stride, padding, dilation, groups);
+        return aten_conv<D>(x, w, b, stride, padding, dilation, groups);
       },
       recompute);
 }
@@ -328,13 +329,13 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor
                       IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation,
                       int64_t recompute) {
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
-    return stock_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
+    return aten_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), {}, true, groups};
   return apply(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-        return stock_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
+        return aten_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
       },
       recompute);
 }
@@ -343,16 +344,16 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& b
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                    int64_t groups, bool benchmark, bool deterministic, bool cudnn_enabled, bool allow_tf32,
                    int64_t recompute) {
-  const Forward stock = [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+  const Forward aten_forward = [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
     return at::_convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups, benchmark,
                             deterministic, cudnn_enabled, allow_tf32);
   };
-  if (!ours(input, weight, bias) || input.dim() != weight.dim()) return stock(input, weight, bias);
+  if (!ours(input, weight, bias) || input.dim() != weight.dim()) return aten_forward(input, weight, bias);
   const int64_t d = weight.dim() - 2;
   return apply(
       input, weight, bias,
       {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), {}, transposed, groups},
-      stock, recompute);
+      aten_forward, recompute);
 }
 
 Tensor convolution_deprecated(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,

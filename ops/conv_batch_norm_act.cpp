@@ -165,7 +165,7 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
       norm_usable(input, transposed ? conv_weight.sym_size(1) * groups : conv_weight.sym_size(0), bn, act);
   if (fused) return ConvNorm::apply(input, conv_weight, conv_bias, weight, bias, conv, bn, act, recompute);
   const Tensor y = conv.forward(input, conv_weight, conv_bias);
-  if (grad || !norm_usable(y, bn, {}, act)) return stock_act(stock_norm(y, bn, cudnn_enabled), act);
+  if (grad || !norm_usable(y, bn, {}, act)) return aten_act(aten_norm(y, bn, cudnn_enabled), act);
   return std::get<0>(norm_forward(y, bn, {}, act, false));
 }
 

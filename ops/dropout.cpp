@@ -137,7 +137,7 @@ struct FusedDropout : torch::autograd::Function<FusedDropout> {
   }
 };
 
-Tensor stock(Kind kind, const Tensor& input, double p, bool train) {
+Tensor aten_dropout(Kind kind, const Tensor& input, double p, bool train) {
   switch (kind) {
     case Kind::plain:
       return at::dropout(input, p, train);
@@ -159,7 +159,7 @@ Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recomput
   const bool ours = train && p > 0 && p < 1 && draws_again(input) && input.numel() > 0 &&
                     (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
                     has_kernel(packer, input) && (!fused || fits_fused(input));
-  if (!ours) return stock(kind, input, p, train);
+  if (!ours) return aten_dropout(kind, input, p, train);
   if (fused) {
     Fused drawn;
     const Tensor out = FusedDropout::apply(input, p, &drawn);

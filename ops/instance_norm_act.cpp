@@ -19,18 +19,20 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
   const OptTensor weight = defined(weight_), bias = defined(bias_), running_mean = defined(running_mean_),
                   running_var = defined(running_var_);
   const auto per_channel = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->size(0) == input.size(1)); };
+  const Act act = parse_act(name, args);
   if (input.dim() < 2 || input.numel() == 0 || (!use_input_stats && !(running_mean && running_var)) ||
       !per_channel(weight) || !per_channel(bias) || !per_channel(running_mean) || !per_channel(running_var))
-    return stock_act(at::instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
-                                       cudnn_enabled),
-                     parse_act(name, args));
+    return aten_act(at::instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+                                      cudnn_enabled),
+                    act);
   const int64_t images = input.size(0), channels = input.size(1);
   std::vector<int64_t> one_image = input.sizes().vec();
   one_image[0] = 1, one_image[1] = images * channels;
   const OptTensor mean = repeated(running_mean, images), var = repeated(running_var, images);
   const Tensor out =
-      batch_norm_act(input.contiguous().view(one_image), repeated(weight, images), repeated(bias, images), mean, var,
-                     use_input_stats, momentum, eps, cudnn_enabled, name, args, recompute);
+      batch_norm_act(input.contiguous().view(one_image),
+                     {repeated(weight, images), repeated(bias, images), mean, var, use_input_stats, momentum, eps},
+                     cudnn_enabled, act, "instance_norm_act", recompute);
   if (use_input_stats) {
     at::NoGradGuard no_grad;
     // Both or none, where memory runs out.

@@ -124,8 +124,8 @@ bool valid(IntArrayRef space, Windows& w, bool ceil_mode) {
 }
 
 template <int64_t D>
-Tensor stock(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-             bool ceil_mode) {
+Tensor aten_max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                     bool ceil_mode) {
   if constexpr (D == 1) return at::max_pool1d(x, kernel, stride, padding, dilation, ceil_mode);
   if constexpr (D == 2) return at::max_pool2d(x, kernel, stride, padding, dilation, ceil_mode);
   if constexpr (D == 3) return at::max_pool3d(x, kernel, stride, padding, dilation, ceil_mode);
@@ -140,7 +140,7 @@ Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArra
     Windows w{expand(kernel), expand(stride.empty() ? kernel : stride), expand(padding), expand(dilation), {}};
     if (valid(x.sizes().slice(x.dim() - D), w, ceil_mode)) return pool(x, w, D, recompute);
   }
-  return stock<D>(x, kernel, stride, padding, dilation, ceil_mode);
+  return aten_max_pool<D>(x, kernel, stride, padding, dilation, ceil_mode);
 }
 
 template <int64_t D>

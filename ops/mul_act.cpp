@@ -66,7 +66,7 @@ Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_siz
     if (s.weight) pre = pre * vector(*s.weight);
     if (s.bias) pre = pre + vector(*s.bias);
   }
-  return (stock_act(pre, act) * grad.to(acc)).sum_to_size(scale_sizes);
+  return (aten_act(pre, act) * grad.to(acc)).sum_to_size(scale_sizes);
 }
 
 struct MulAct : torch::autograd::Function<MulAct> {

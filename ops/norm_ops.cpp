@@ -59,7 +59,7 @@ bool norm_usable(const Tensor& input, const BatchNormArgs& bn, const OptTensor& 
                     other->sym_sizes() == input.sym_sizes() && other->sym_strides() == input.sym_strides());
 }
 
-Tensor stock_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled) {
+Tensor aten_norm(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled) {
   return at::batch_norm(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps,
                         cudnn_enabled);
 }

@@ -10,6 +10,7 @@
 #include "activation.h"
 #include "common.h"
 #include "pool_layout.h"
+#include "recompute_argument.h"
 
 namespace tsmem {
 
@@ -67,7 +68,7 @@ bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTens
 bool norm_usable(const at::Tensor& like, const c10::SymInt& channels, const BatchNormArgs& bn, const Act& act);
 
 // at::batch_norm
-at::Tensor stock_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
+at::Tensor aten_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
 
 // Counts the tensors that autograd sees among a Function's arguments, in order; -1 where there is none.
 struct Edges {
@@ -94,11 +95,9 @@ at::Tensor in_dtype(const at::Tensor& grad, const at::IValue& dtype);
 // or of the last dimension, tensors dense in one format and no double backward; else nothing. In mul_act.cpp.
 std::optional<at::Tensor> sum_of_product(const at::Tensor& grad, const at::Tensor& x, at::IntArrayRef sizes);
 
-// The operator tsmem::batch_norm_act: act(batch_norm(input)), the activation by its name and arguments (parse_act).
-at::Tensor batch_norm_act(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                          const OptTensor& running_mean, const OptTensor& running_var, bool training, double momentum,
-                          double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
-                          int64_t recompute);
+// act(batch_norm(input)) for the operator of this name, by which errors call it.
+at::Tensor batch_norm_act(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
+                          const char* name, RecomputeArgument recompute);
 
 inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
 

@@ -223,7 +223,7 @@ Three lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx, 
 
 // PyTorch's operators of networks with one state.
 template <Cell cell, class... A>
-Two stock(const A&... arguments) {
+Two aten_rnn(const A&... arguments) {
   if constexpr (cell == Cell::gru)
     return at::gru(arguments...);
   else if constexpr (cell == Cell::tanh)
@@ -237,14 +237,14 @@ Two one_state(const Tensor& input, const Tensor& hx, TensorList params, bool has
               double dropout, bool train, bool bidirectional, bool batch_first) {
   const Network n{cell, {hx}, params.vec(), has_biases, num_layers, dropout, train, bidirectional};
   if (const auto r = run(n, input, batch_first)) return {(*r)[0], (*r)[1]};
-  return stock<cell>(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
+  return aten_rnn<cell>(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
 }
 template <Cell cell>
 Two one_state_packed(const Tensor& data, const Tensor& batch_sizes, const Tensor& hx, TensorList params,
                      bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional) {
   const Network n{cell, {hx}, params.vec(), has_biases, num_layers, dropout, train, bidirectional};
   if (const auto r = run_packed(n, data, batch_sizes)) return {(*r)[0], (*r)[1]};
-  return stock<cell>(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
+  return aten_rnn<cell>(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
 }
 
 using Draw = const c10::List<int64_t>&;

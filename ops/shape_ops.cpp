@@ -37,7 +37,7 @@ struct Call {
   std::optional<int64_t> divisor_override = std::nullopt;
 };
 
-Tensor stock(const Tensor& x, const Call& c) {
+Tensor aten_shape_op(const Tensor& x, const Call& c) {
   switch (c.op) {
     case Call::avg_pool2d:
       return at::avg_pool2d(x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad, c.divisor_override);
@@ -63,7 +63,7 @@ Tensor stock(const Tensor& x, const Call& c) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-Tensor stock_backward(const Tensor& grad, const Tensor& x, const Call& c) {
+Tensor aten_backward(const Tensor& grad, const Tensor& x, const Call& c) {
   switch (c.op) {
     case Call::avg_pool2d:
       return at::avg_pool2d_backward(grad, x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad,
@@ -104,7 +104,7 @@ struct ShapeOnly : torch::autograd::Function<ShapeOnly> {
     data["ceil_mode"] = c.ceil_mode;
     data["count_include_pad"] = c.count_include_pad;
     data["divisor"] = c.divisor_override;
-    return stock(x, c);
+    return aten_shape_op(x, c);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
@@ -118,11 +118,13 @@ struct ShapeOnly : torch::autograd::Function<ShapeOnly> {
                  data["ceil_mode"].toBool(),
                  data["count_include_pad"].toBool(),
                  data["divisor"].toOptional<int64_t>()};
-    return {stock_backward(grad, shape_of(ints("sizes"), ints("strides"), grad.options()), c), Tensor()};
+    return {aten_backward(grad, shape_of(ints("sizes"), ints("strides"), grad.options()), c), Tensor()};
   }
 };
 
-Tensor run(const Tensor& x, const Call& c) { return needs_grad(x) && plain(x) ? ShapeOnly::apply(x, c) : stock(x, c); }
+Tensor run(const Tensor& x, const Call& c) {
+  return needs_grad(x) && plain(x) ? ShapeOnly::apply(x, c) : aten_shape_op(x, c);
+}
 
 // --- Public ops
 // -------------------------------------------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ def test_as_torch_autocast_around_the_original(original, tmp_path, dtype, level)
     torch.manual_seed(1)
     for _ in range(4):
         x = torch.randn(8, 3, 20, 20)
-        stock, ours, reference = step(a, x, torch.bfloat16 if dtype == "bf16" else torch.float16), step(b, x), step(exact, x.double())
+        pytorch, ours, reference = step(a, x, torch.bfloat16 if dtype == "bf16" else torch.float16), step(b, x), step(exact, x.double())
         assert [t.dtype for t in ours[0]] == [t.dtype for t in step(torch.jit.load(str(original)), x)[0]]
         assert all(g.dtype == torch.float32 for g in ours[1])
-        for mine, theirs, true in zip(*(x[1] + [b for b in x[2] if b.is_floating_point()] + x[0][:1] for x in (ours, stock, reference))):
+        for mine, theirs, true in zip(*(x[1] + [b for b in x[2] if b.is_floating_point()] + x[0][:1] for x in (ours, pytorch, reference))):
             error, allowed = (mine.double() - true).norm(), (theirs.double() - true).norm()
             assert error <= 3 * allowed + 1e-2 * true.norm() + 1e-6
         assert not torch.is_autocast_enabled("cpu")
@@ -96,7 +96,7 @@ def test_convolutions_run_and_are_kept_in_half(original, tmp_path):
 
 
 def test_weights_are_not_kept_twice(tmp_path):
-    """Stock keeps the cast of every weight until backward."""
+    """PyTorch keeps the cast of every weight until backward."""
     torch.manual_seed(0)
     path, new = tmp_path / "wide.pt", tmp_path / "new.pt"
     net = nn.Sequential(nn.Conv2d(64, 512, 3), nn.ReLU(), nn.Conv2d(512, 64, 3), nn.Flatten(), nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8))
@@ -106,15 +106,15 @@ def test_weights_are_not_kept_twice(tmp_path):
     for _ in range(3):
         b(x)
 
-    def stock():
+    def pytorch():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return a(x)
 
     weights = 2 * sum(p.numel() for p in net.parameters() if p.dim() > 1)
-    assert live_bytes(stock) > 0.95 * weights
+    assert live_bytes(pytorch) > 0.95 * weights
     assert live_bytes(lambda: b(x)) < 0.1 * weights
     grads = []
-    for f, m in ((stock, a), (lambda: b(x), b)):
+    for f, m in ((pytorch, a), (lambda: b(x), b)):
         m.zero_grad()
         f().float().sum().backward()
         grads.append([p.grad.clone() for p in m.parameters()])
@@ -144,7 +144,7 @@ def test_a_weight_that_is_used_again_is_cast_twice_at_most(tmp_path):
                 x = torch.relu(self.fc(x))
             return x
 
-    stock, model = rewritten(tmp_path, Recurrent())
+    pytorch, model = rewritten(tmp_path, Recurrent())
     x = torch.randn(3, 64)
     for _ in range(3):
         model(x).sum().backward()
@@ -154,9 +154,9 @@ def test_a_weight_that_is_used_again_is_cast_twice_at_most(tmp_path):
     assert sum(e.name == "aten::_to_copy" for e in profile.events()) <= 4  # the input, the output, the weight
     y.sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        z = stock(x)
+        z = pytorch(x)
     z.float().sum().backward()
-    torch.testing.assert_close(model.fc.weight.grad, stock.fc.weight.grad, rtol=3e-2, atol=3e-2 * float(stock.fc.weight.grad.abs().max()))
+    torch.testing.assert_close(model.fc.weight.grad, pytorch.fc.weight.grad, rtol=3e-2, atol=3e-2 * float(pytorch.fc.weight.grad.abs().max()))
 
 
 def test_a_cast_from_a_part_without_gradients_is_not_taken(tmp_path):
@@ -206,13 +206,13 @@ def test_validation_deepcopy_and_restore(original, tmp_path):
     new, back = tmp_path / "new.pt", tmp_path / "back.pt"
     assert run("rewrite", original, "-o", new, "--amp", "bf16").returncode == 0
     model = torch.jit.load(str(new)).eval()
-    stock = torch.jit.load(str(original)).eval()
+    pytorch = torch.jit.load(str(original)).eval()
     x = torch.randn(4, 3, 12, 12)
     with torch.no_grad():
         for _ in range(3):
             out = flat(model(x))
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                want = flat(stock(x))
+                want = flat(pytorch(x))
             torch.testing.assert_close(out[0], want[0].float(), rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(flat(copy.deepcopy(model)(x))[0], out[0])
     shown = run("diff", original, new).stdout
@@ -340,7 +340,7 @@ def test_second_derivatives_are_refused_by_name(tmp_path, level):
 
 
 def test_calls_inside_another_autocast_share_nothing(tmp_path):
-    stock, model = rewritten(tmp_path, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)))
+    pytorch, model = rewritten(tmp_path, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)))
     x = torch.randn(2, 3, 9, 9)
 
     def grads(m, amp):
@@ -350,7 +350,7 @@ def test_calls_inside_another_autocast_share_nothing(tmp_path):
         y.float().square().sum().backward()
         return [p.grad.clone() for p in m.parameters()]
 
-    want = grads(stock, True)
+    want = grads(pytorch, True)
     with torch.autocast("cpu", enabled=False):
         with torch.no_grad():
             model(x)

@@ -235,11 +235,11 @@ def files(request, tmp_path_factory):
 
 @pytest.mark.parametrize("level", ["regions", "ops"])
 def test_dtypes_of_the_original(files, level):
-    stock, ours, exact = (torch.jit.load(str(files / f"{name}.pt")) for name in ("original", level, "original"))
+    pytorch, ours, exact = (torch.jit.load(str(files / f"{name}.pt")) for name in ("original", level, "original"))
     exact.double()
     wrong = []
     for program in [p.__name__ for p in PROGRAMS]:
-        a, b, c = (getattr(m, program) for m in (stock, ours, exact))
+        a, b, c = (getattr(m, program) for m in (pytorch, ours, exact))
         for call in range(4):
             torch.manual_seed(call)
             x = torch.randn(2, 4, 8, 8)
@@ -287,12 +287,12 @@ def test_nested_blocks_of_the_models_own(level, tmp_path):
     torch.jit.script(UnusedNested().bfloat16()).save(str(tmp_path / "original.pt"))
     done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt", "--level", level)
     assert done.returncode == 0, done.stderr
-    stock, ours = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("original", "rewritten"))
+    pytorch, ours = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("original", "rewritten"))
     assert "tsmem" in ours.code and "tsmem" not in ours.nested.code + ours.nested.conv.code + ours.nested.norm.code
     for call in range(4):
         x = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16)
         results = []
-        for m in (stock, ours):
+        for m in (pytorch, ours):
             m.zero_grad()
             y = m(x)
             y.sum().backward()

@@ -313,7 +313,7 @@ def test_restore_gives_the_original_back(model, rewritten, tmp_path):
     assert done.returncode == 0, done.stderr
     same = run("diff", model, tmp_path / "back.pt")
     assert same.returncode == 0 and "No difference" in same.stdout, same.stdout
-    x = torch.randn(2, 4, 8, 8)  # stock ops alone: loads here, where the op library is not
+    x = torch.randn(2, 4, 8, 8)  # PyTorch's ops alone: loads here, where the op library is not
     assert torch.equal(torch.jit.load(model)(x), torch.jit.load(tmp_path / "back.pt")(x))
     assert extra_file(rewritten, "tsmem.json") and not extra_file(tmp_path / "back.pt", "tsmem.json")
 

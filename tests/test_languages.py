@@ -72,9 +72,9 @@ def trains_alike(program, files, folder, **environment):
     assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
-    stock = folder / "stock.pt"
-    command_line.runs("rewrite", trained[1], "-o", stock, "--restore", "--force")
-    weights = [torch.jit.load(str(file)).state_dict() for file in (trained[0], stock)]
+    pytorch = folder / "pytorch.pt"
+    command_line.runs("rewrite", trained[1], "-o", pytorch, "--restore", "--force")
+    weights = [torch.jit.load(str(file)).state_dict() for file in (trained[0], pytorch)]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)

@@ -187,8 +187,8 @@ def test_diff_side_by_side_or_stacked(made, chromium, width, dark, tmp_path):
     first = chromium.ask("[...document.querySelectorAll('table.code')].map((t) => [t.rows[0].className, t.querySelectorAll('col').length])")
     assert any(name == "gap" for name, _ in first) and all(n == 4 for _, n in first)
     # What torch.nn brings is folded, the model's own is open.
-    folded = chromium.ask("[...document.querySelectorAll('#stock > details > summary')].map((s) => s.textContent)")
-    assert not chromium.ask("document.getElementById('stock').open") and any("Conv2d" in f for f in folded)
+    folded = chromium.ask("[...document.querySelectorAll('#of_pytorch > details > summary')].map((s) => s.textContent)")
+    assert not chromium.ask("document.getElementById('of_pytorch').open") and any("Conv2d" in f for f in folded)
     assert not any("AVeryLongName" in f for f in folded)
 
 

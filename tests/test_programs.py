@@ -950,8 +950,8 @@ def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
         return outputs
 
     assert "tsmem.dropout" in torch.jit.load(str(tmp_path / "rewritten.pt")).code + torch.jit.load(str(tmp_path / "rewritten.pt")).layers.code
-    for mine, stocks in zip(dropped("rewritten.pt")[2:], dropped("original.pt")[2:], strict=True):
-        torch.testing.assert_close(mine, stocks)
+    for mine, pytorchs in zip(dropped("rewritten.pt")[2:], dropped("original.pt")[2:], strict=True):
+        torch.testing.assert_close(mine, pytorchs)
 
 
 class NormForADeadBranch(nn.Module):

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "rewriter/file/in_memory.h"
-#include "rewriter/measure/kept_bytes.h"
+#include "rewriter/measure/saved_tensors_of_step.h"
 #include "rewriter/modules.h"
 #include "rewriter/rewrite/rewrite.h"
 #include "rewriter/stays/saved_by.h"
@@ -93,7 +93,7 @@ Saved saved(Module& m, Level level) {
   return rewrite(m, options).saved;
 }
 
-TEST(KeptTensors, TheNormsInputStaysWhereItsOutputIsRecomputed) {
+TEST(SavedTensors, TheNormsInputStaysWhereItsOutputIsRecomputed) {
   Module m = net(kResidual);
   const Saved s = saved(m, Level::regions);
   EXPECT_EQ(lines(s), std::vector<std::string>{"conv1 tsmem::conv2d for bn1 tsmem::batch_norm_act"});
@@ -103,13 +103,13 @@ TEST(KeptTensors, TheNormsInputStaysWhereItsOutputIsRecomputed) {
   EXPECT_FALSE(s.bytes || s.stays[0].bytes);
 }
 
-TEST(KeptTensors, OfAFirstLayerOfFewChannelsNothingStays) {
+TEST(SavedTensors, OfAFirstLayerOfFewChannelsNothingStays) {
   Module m = net(kResidual, 3), ops = net(kResidual, 3);
   EXPECT_EQ(lines(saved(m, Level::regions)), std::vector<std::string>{});
   EXPECT_EQ(lines(saved(ops, Level::ops)).size(), 2u);
 }
 
-TEST(KeptTensors, AtLevelOpsTheActivationStaysToo) {
+TEST(SavedTensors, AtLevelOpsTheActivationStaysToo) {
   Module m = net(kResidual);
   const Saved s = saved(m, Level::ops);
   ASSERT_EQ(lines(s), (std::vector<std::string>{"conv1 tsmem::conv2d for bn1 tsmem::batch_norm_act",
@@ -117,14 +117,14 @@ TEST(KeptTensors, AtLevelOpsTheActivationStaysToo) {
   EXPECT_EQ(s.stays[1].why, Why::level_ops);
 }
 
-TEST(KeptTensors, WhatNeedsNoGradientKeepsNothing) {
+TEST(SavedTensors, WhatNeedsNoGradientKeepsNothing) {
   Module frozen = net(kResidual);
   frozen.attr("conv2").toModule().attr("weight").toTensor().set_requires_grad(false);
   EXPECT_EQ(lines(saved(frozen, Level::regions)),
             std::vector<std::string>{"conv1 tsmem::conv2d for bn1 tsmem::batch_norm_act"});
 }
 
-TEST(KeptTensors, OperatorsWithoutOneOfOursAreNamed) {
+TEST(SavedTensors, OperatorsWithoutOneOfOursAreNamed) {
   Module m = net("    y = torch.cumprod(self.conv1.forward(x), 1)\n    return self.conv2.forward(y)\n");
   const Saved s = saved(m, Level::regions);
   ASSERT_FALSE(s.stays.empty());
@@ -135,7 +135,7 @@ TEST(KeptTensors, OperatorsWithoutOneOfOursAreNamed) {
   EXPECT_EQ(saved(unknown, Level::regions).stays.at(0).why, Why::unknown);
 }
 
-TEST(KeptTensors, LoopsListsAndBranchesAreFollowed) {
+TEST(SavedTensors, LoopsListsAndBranchesAreFollowed) {
   Module m =
       net("    ys = [self.conv1.forward(x)]\n"
           "    for i in range(3):\n"
@@ -158,7 +158,7 @@ TEST(KeptBytes, AreOfTheTensorsThatTheGraphNames) {
     const Saved s = saved(m, level);
     Module copy = copy_in_memory(m);
     const at::Tensor x = at::randn({2, 8, 32, 32});
-    const auto kept = kept_bytes(copy, {x}, {});
+    const auto kept = saved_tensors_of_step(copy, {x}, {});
     RewriteOptions options;
     options.level = level;
     std::vector<std::string> large;

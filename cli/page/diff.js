@@ -48,10 +48,10 @@ for (const t of data.totals) {
   operators(make("div", page), t);
 }
 // The model's own methods first; what torch.nn brings differs alike in every model.
-const own = changed.filter((m) => !m.of_torch), stock = changed.filter((m) => m.of_torch);
+const own = changed.filter((m) => !m.of_torch), of_pytorch = changed.filter((m) => m.of_torch);
 own.forEach((m, i) => show_method(page, m, i < 5));
-if (stock.length) {
-  const part = make("details", page, undefined, { id: "stock", ...(own.length ? {} : { open: "" }) });
-  make("summary", part, `${stock.length} ${stock.length === 1 ? "method" : "methods"} of PyTorch's own modules`);
-  for (const m of stock) show_method(part, m, false);
+if (of_pytorch.length) {
+  const part = make("details", page, undefined, { id: "of_pytorch", ...(own.length ? {} : { open: "" }) });
+  make("summary", part, `${of_pytorch.length} ${of_pytorch.length === 1 ? "method" : "methods"} of PyTorch's own modules`);
+  for (const m of of_pytorch) show_method(part, m, false);
 }

@@ -28,7 +28,7 @@ struct PlanPoint {
   int64_t budget = 0;                // bytes; what was asked for
   int64_t predicted_peak_bytes = 0;  // as Profile::peak_bytes
   double predicted_seconds = 0;      // a step, forward and backward
-  int64_t kept_bytes = 0;            // live at the end of forward, without outputs
+  int64_t kept_bytes = 0;            // as Profile::saved_bytes
   double recomputed_flops = 0;       // that backward adds
   std::vector<bool> again;           // for every site: recomputed
   double gap = 0;                    // the choice is at most this fraction of a step slower than the program's best

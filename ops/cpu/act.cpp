@@ -24,7 +24,7 @@ Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides
 std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
   const Act act = act_of(kind, a, b);
   const bool fused = mask_writes_output(act.kind);
-  Tensor y = fused ? at::empty_like(x) : stock_act(x, act);
+  Tensor y = fused ? at::empty_like(x) : aten_act(x, act);
   const Tensor dense = in_layout(x, y.sizes(), y.strides());
   Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
   const auto* from = static_cast<const char*>(dense.const_data_ptr());

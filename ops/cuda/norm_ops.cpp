@@ -82,8 +82,8 @@ void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, 
 
 // PyTorch's own kernels give a result the input's strides; cuDNN, which it takes for some dtypes and sizes, knows
 // contiguous maps and channels_last alone.
-Tensor in_stocks_layout(const Tensor& out, [[maybe_unused]] const Tensor& input,
-                        [[maybe_unused]] const BatchNormArgs& bn) {
+Tensor in_aten_layout(const Tensor& out, [[maybe_unused]] const Tensor& input,
+                      [[maybe_unused]] const BatchNormArgs& bn) {
 #ifndef TSMEM_EMULATE_CUDA
   if (out.strides() == input.strides() || !input.is_non_overlapping_and_dense()) return out;
   const auto tensor = [](const OptTensor& t) { return t ? *t : Tensor(); };
@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
   statistics_of(a, x, bn, mean, invstd, on.stream);
   set_coefficients(a, mean, invstd, weight, bias);
   norm_apply(a, on.stream);
-  return {in_stocks_layout(out, input, bn), mean, invstd, mask};
+  return {in_aten_layout(out, input, bn), mean, invstd, mask};
 }
 
 // act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "rewriter/modules.h"
-#include "rewriter/stays/kept_tensors.h"
+#include "rewriter/stays/saved_tensors.h"
 
 namespace tsmem {
 

@@ -45,11 +45,11 @@ Saved saved_by_graph(const Module& module, const Selection& selection, const Res
   const Graph& original = *function->graph();
   const auto it = results.find({module.type().get(), name});
   const Graph& rewritten = it != results.end() && it->second.body ? *it->second.body : original;
-  const auto kept = kept_tensors(module, rewritten, rewritten_bodies(results));
+  const auto tensors = saved_tensors(module, rewritten, rewritten_bodies(results));
   Saved saved;
-  saved.stays = stays_of(kept, selection.options, refused);
-  saved.tensors = static_cast<int64_t>(kept.size());
-  saved.original_tensors = static_cast<int64_t>(kept_tensors(module, original, callee).size());
+  saved.stays = stays_of(tensors, selection.options, refused);
+  saved.tensors = static_cast<int64_t>(tensors.size());
+  saved.original_tensors = static_cast<int64_t>(saved_tensors(module, original, callee).size());
   return saved;
 }
 

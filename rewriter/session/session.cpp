@@ -16,7 +16,7 @@
 #include "rewriter/measure/estimate.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"
-#include "rewriter/measure/kept_bytes.h"
+#include "rewriter/measure/saved_tensors_of_step.h"
 #include "rewriter/plan/fit.h"
 #include "rewriter/plan/milp.h"
 #include "rewriter/plan/planner.h"
@@ -111,18 +111,18 @@ struct Session::Impl {
     how.method = options.method.empty() ? "forward" : options.method;
     how.device = device;
     how.input_grad = !trains(result);
-    const auto sum = [](const std::vector<KeptTensor>& kept) {
+    const auto sum = [](const std::vector<SavedTensor>& tensors) {
       int64_t bytes = 0;
-      for (const KeptTensor& k : kept) bytes += k.bytes.value_or(0);
+      for (const SavedTensor& t : tensors) bytes += t.bytes.value_or(0);
       return bytes;
     };
     tsmem::restore(original);
     take_flags(original, result, options);
-    const int64_t before = sum(kept_bytes(original, inputs, how));
-    const auto kept = kept_bytes(result, inputs, how);
+    const int64_t before = sum(saved_tensors_of_step(original, inputs, how));
+    const auto left = saved_tensors_of_step(result, inputs, how);
     report.saved.original_bytes = before;
-    report.saved.bytes = sum(kept);
-    report.saved.stays = stays_of(kept, options, report.refused);
+    report.saved.bytes = sum(left);
+    report.saved.stays = stays_of(left, options, report.refused);
   }
 
   // A program of torch.export says with what shapes it runs.

@@ -58,7 +58,7 @@ struct Verdict {
   std::string reason;
 };
 
-Verdict verdict(const KeptTensor& k, const RewriteOptions& options, const std::vector<Refusal>& refused) {
+Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const std::vector<Refusal>& refused) {
   const bool itself = k.op == k.keeper && k.module == k.keeper_module;
   if (!is_ours(k.keeper)) {
     const auto patterns = patterns_with(k.keeper, options);
@@ -86,19 +86,19 @@ Verdict verdict(const KeptTensor& k, const RewriteOptions& options, const std::v
 
 }  // namespace
 
-std::vector<Stay> stays_of(const std::vector<KeptTensor>& kept, const RewriteOptions& options,
+std::vector<Stay> stays_of(const std::vector<SavedTensor>& saved, const RewriteOptions& options,
                            const std::vector<Refusal>& refused) {
   std::vector<Stay> stays;
   std::map<std::tuple<std::string, std::string, std::string, std::string>, size_t> places;
-  for (const KeptTensor& k : kept) {
-    const auto [place, fresh] = places.try_emplace({k.op, k.module, k.keeper, k.keeper_module}, stays.size());
+  for (const SavedTensor& s : saved) {
+    const auto [place, fresh] = places.try_emplace({s.op, s.module, s.keeper, s.keeper_module}, stays.size());
     if (fresh) {
-      auto [why, reason] = verdict(k, options, refused);
-      stays.push_back({k.op, k.module, k.keeper, k.keeper_module, 0, {}, why, std::move(reason)});
+      auto [why, reason] = verdict(s, options, refused);
+      stays.push_back({s.op, s.module, s.keeper, s.keeper_module, 0, {}, why, std::move(reason)});
     }
     Stay& stay = stays[place->second];
     ++stay.tensors;
-    if (k.bytes) stay.bytes = stay.bytes.value_or(0) + *k.bytes;
+    if (s.bytes) stay.bytes = stay.bytes.value_or(0) + *s.bytes;
   }
   std::stable_sort(stays.begin(), stays.end(),
                    [](const Stay& a, const Stay& b) { return a.bytes.value_or(-1) > b.bytes.value_or(-1); });

@@ -1,13 +1,13 @@
 // Why backward still needs what it needs, in words.
 #pragma once
-#include "rewriter/stays/kept_tensors.h"
+#include "rewriter/stays/saved_tensors.h"
 #include "tsmem/rewrite.h"
 
 namespace tsmem {
 
-// Groups what is kept by maker and keeper, largest first, and says of each group why it stays. `refused`: what almost
+// Groups saved tensors by maker and keeper, largest first, and says of each group why it stays. `refused`: what almost
 // matched.
-std::vector<Stay> stays_of(const std::vector<KeptTensor>& kept, const RewriteOptions& options,
+std::vector<Stay> stays_of(const std::vector<SavedTensor>& saved, const RewriteOptions& options,
                            const std::vector<Refusal>& refused);
 
 }  // namespace tsmem

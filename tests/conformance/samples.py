@@ -70,40 +70,40 @@ def step(f, leaves, second=False):
         return error
 
 
-def difference(ours, stock):
+def difference(ours, pytorch):
     """What is wrong with a tensor of ours in one sentence; empty: nothing."""
-    if ours is None or stock is None:
-        return "" if ours is stock else f"{'None' if ours is None else 'numbers'} where stock has {'None' if stock is None else 'numbers' if stock.any() else 'zeros'}"
-    if ours.shape != stock.shape or ours.dtype != stock.dtype:
-        return f"{ours.dtype} {tuple(ours.shape)} in place of {stock.dtype} {tuple(stock.shape)}"
-    if not stock.is_floating_point() and not stock.is_complex():
-        return "" if torch.equal(ours, stock) else "other integers"
-    if stock.numel() == 0:
+    if ours is None or pytorch is None:
+        return "" if ours is pytorch else f"{'None' if ours is None else 'numbers'} where PyTorch has {'None' if pytorch is None else 'numbers' if pytorch.any() else 'zeros'}"
+    if ours.shape != pytorch.shape or ours.dtype != pytorch.dtype:
+        return f"{ours.dtype} {tuple(ours.shape)} in place of {pytorch.dtype} {tuple(pytorch.shape)}"
+    if not pytorch.is_floating_point() and not pytorch.is_complex():
+        return "" if torch.equal(ours, pytorch) else "other integers"
+    if pytorch.numel() == 0:
         return ""
-    wide = torch.complex128 if stock.is_complex() else torch.float64
-    a, b = ours.to(wide), stock.to(wide)
+    wide = torch.complex128 if pytorch.is_complex() else torch.float64
+    a, b = ours.to(wide), pytorch.to(wide)
     if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a[a.isinf()], b[b.isinf()]):
         return "NaN or infinity elsewhere"
     finite = a.isfinite() & b.isfinite()
     if not finite.any():
         return ""
     worst, scale = (a - b)[finite].abs().max().item(), max(b[finite].abs().max().item(), 1e-2)
-    return "" if worst <= TOLERANCE[stock.dtype] * scale else f"differs by {worst:.2g} where numbers are up to {scale:.2g}"
+    return "" if worst <= TOLERANCE[pytorch.dtype] * scale else f"differs by {worst:.2g} where numbers are up to {scale:.2g}"
 
 
 def last_line(error):
     return f"{type(error).__name__}: " + ([line for line in str(error).strip().splitlines() if line.strip()] or [""])[-1].removeprefix("RuntimeError: ")
 
 
-def compare(ours, stock, strides=True):
+def compare(ours, pytorch, strides=True):
     """What differs between two results of step(), as sentences, and the number of comparisons."""
-    if isinstance(stock, Exception) or isinstance(ours, Exception):
-        if isinstance(stock, Exception) and isinstance(ours, Exception):
-            return ([] if last_line(ours) == last_line(stock) else [f"raises {last_line(ours)!r} where stock raises {last_line(stock)!r}"]), 1
-        return [f"raises {last_line(ours)!r}" if isinstance(ours, Exception) else f"does not raise stock's {last_line(stock)!r}"], 1
+    if isinstance(pytorch, Exception) or isinstance(ours, Exception):
+        if isinstance(pytorch, Exception) and isinstance(ours, Exception):
+            return ([] if last_line(ours) == last_line(pytorch) else [f"raises {last_line(ours)!r} where PyTorch raises {last_line(pytorch)!r}"]), 1
+        return [f"raises {last_line(ours)!r}" if isinstance(ours, Exception) else f"does not raise PyTorch's {last_line(pytorch)!r}"], 1
     found, checks = [], 1
     for what in ("output", "gradient", "second"):
-        a, b = ours[what], stock[what]
+        a, b = ours[what], pytorch[what]
         if len(a) != len(b):
             found.append(f"{len(a)} {what}s in place of {len(b)}")
         for i, (x, y) in enumerate(zip(a, b)):
@@ -114,6 +114,6 @@ def compare(ours, stock, strides=True):
                 checks += 1
                 if x.numel() and x.stride() != y.stride():
                     found.append(f"{what} {i}: strides {x.stride()} in place of {y.stride()} of {tuple(x.shape)}")
-    if ours["requires_grad"] != stock["requires_grad"]:
-        found.append(f"requires_grad: {ours['requires_grad']} in place of {stock['requires_grad']}")
+    if ours["requires_grad"] != pytorch["requires_grad"]:
+        found.append(f"requires_grad: {ours['requires_grad']} in place of {pytorch['requires_grad']}")
     return found, checks

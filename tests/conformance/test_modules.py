@@ -90,12 +90,12 @@ def check(dtype, findings, folder):
     holder = Holder()
     for i, sample in enumerate(samples):
         setattr(holder, f"m{i}", sample.module)
-    torch.jit.script(holder).save(folder / "stock.pt")
+    torch.jit.script(holder).save(folder / "pytorch.pt")
     calls = 3 if dtype == torch.float64 else 2  # TorchScript optimises after the first
-    stock = torch.jit.load(folder / "stock.pt")
-    expected = [[call(getattr(stock, f"m{i}"), s) for _ in range(calls)] for i, s in enumerate(samples)]
+    pytorch = torch.jit.load(folder / "pytorch.pt")
+    expected = [[call(getattr(pytorch, f"m{i}"), s) for _ in range(calls)] for i, s in enumerate(samples)]
     for level in ("ops", "regions"):
-        done = run("rewrite", folder / "stock.pt", "-o", folder / "ours.pt", "--force", "--level", level)
+        done = run("rewrite", folder / "pytorch.pt", "-o", folder / "ours.pt", "--force", "--level", level)
         assert done.returncode == 0, done.stderr
         ours = torch.jit.load(folder / "ours.pt")
         for i, sample in enumerate(samples):
@@ -106,7 +106,7 @@ def check(dtype, findings, folder):
                 if not isinstance(theirs, Exception):
                     findings.modules.add(sample.name)
                     sentences += [f"buffer {k}: {s}" for k, b in their_buffers.items() if (s := difference(buffers[k], b))]
-                    if turn == 2 and not torch.equal(draws, their_draws):  # docs/troubleshooting.md: earlier calls of stock may draw other numbers
+                    if turn == 2 and not torch.equal(draws, their_draws):  # docs/troubleshooting.md: earlier calls of PyTorch may draw other numbers
                         sentences.append("the generator's state differs")
                 findings.checks += checks + len(their_buffers)
                 findings.wrong += [f"{sample.text} {level}, call {turn + 1}: {s}" for s in sentences]

@@ -49,14 +49,14 @@ def check(key, ops):
         for i, (sample, layout) in enumerate(samples_of(info, dtype)):
             text = f"{key[0]} {key[1]} {dtype} {layout}{shapes(sample.input, sample.args, sample.kwargs)}"
             second = dtype == torch.float64 and i < 4 and info.supports_gradgrad
-            stock, ours = call(info.op, sample, second=second), call(twin, sample, second=second)
+            pytorch, ours = call(info.op, sample, second=second), call(twin, sample, second=second)
             if isinstance(ours, dict) and not ours["output"]:
                 continue  # this sample has no twin
-            sentences, n = compare(ours, stock)
+            sentences, n = compare(ours, pytorch)
             samples, checks = samples + 1, checks + n
-            if dtype == torch.float64 and isinstance(stock, dict) and not layout:
+            if dtype == torch.float64 and isinstance(pytorch, dict) and not layout:
                 meta = call(twin, on_meta(sample))
-                expected = [(t.shape, t.dtype, t.stride()) for t in stock["output"]]
+                expected = [(t.shape, t.dtype, t.stride()) for t in pytorch["output"]]
                 got = last_line(meta) if isinstance(meta, Exception) else [(t.shape, t.dtype, t.stride()) for t in meta["output"]]
                 checks += 1
                 if got != expected:
@@ -66,10 +66,10 @@ def check(key, ops):
         for error in info.error_inputs("cpu"):
             if error.sample_input.input is None:
                 continue
-            stock, ours = call(info.op, error.sample_input), call(twin, error.sample_input)
+            pytorch, ours = call(info.op, error.sample_input), call(twin, error.sample_input)
             if isinstance(ours, dict) and not ours["output"]:
                 continue
-            sentences, n = compare(ours, stock)
+            sentences, n = compare(ours, pytorch)
             checks += n
             wrong += [f"{key[0]} {key[1]} error {shapes(error.sample_input.input, error.sample_input.args)}: {s}" for s in sentences]
     return wrong, samples, checks

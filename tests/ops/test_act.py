@@ -1,4 +1,4 @@
-"""tsmem::act against the stock activations."""
+"""tsmem::act against PyTorch's activations."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def layouts(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALL)
-def test_equals_stock(name, dtype):
+def test_equals_pytorch(name, dtype):
     for shape in ((3, 5), (2, 3, 9), (2, 3, 9, 7), (2, 3, 5, 6, 7), (3, 40, 31, 30), (0, 3, 4)):
         for x in layouts(shape, dtype):
             x.requires_grad_()
@@ -47,9 +47,9 @@ def test_equals_stock(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ONE_TENSOR)
-def test_recomputed_as_exact_as_stock(name, dtype):
+def test_recomputed_as_exact_as_pytorch(name, dtype):
     """Where the output may be recomputed some have kernels of ours: not PyTorch's bits, and no further from the truth."""
-    args, stock = ONE_TENSOR[name]
+    args, pytorch = ONE_TENSOR[name]
 
     def again(x):
         return torch.ops.tsmem.act(x, name, args, 1)
@@ -58,20 +58,20 @@ def test_recomputed_as_exact_as_stock(name, dtype):
         for x in layouts(shape, dtype):
             x.requires_grad_()
             cotangent = torch.randn(x.shape, dtype=torch.float64).to(dtype)
-            results = [run(f, t, cotangent=cotangent.to(t.dtype)) for f, t in ((again, x), (stock, x), (stock, x.double()))]
+            results = [run(f, t, cotangent=cotangent.to(t.dtype)) for f, t in ((again, x), (pytorch, x), (pytorch, x.double()))]
             with torch.no_grad():
                 assert torch.equal(again(x), results[0][0])
-            for ours_, stocks, exact in zip(*results):
-                assert ours_.dtype == dtype and ours_.stride() == stocks.stride()
+            for ours_, pytorchs, exact in zip(*results):
+                assert ours_.dtype == dtype and ours_.stride() == pytorchs.stride()
                 if not x.numel():
                     continue
-                error, allowed = ((t.double() - exact).abs().max() for t in (ours_, stocks))
+                error, allowed = ((t.double() - exact).abs().max() for t in (ours_, pytorchs))
                 assert error <= 2 * allowed + 2 * torch.finfo(dtype).eps * exact.abs().max()
     borders = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 100.0, -100.0, 1e4, -1e4], dtype=dtype)
     x = borders.repeat_interleave(64).requires_grad_()
-    for a, e in zip(run(again, x), run(stock, x)):
+    for a, e in zip(run(again, x), run(pytorch, x)):
         # PyTorch's vector code and its scalar one differ at NaN for elu, ours is as the scalar. The derivative of mish at
-        # infinity is 1, and NaN in stock.
+        # infinity is 1, and NaN in PyTorch.
         odd = x.isnan() if name == "elu" else x.isinf() if name == "mish" else torch.zeros_like(x, dtype=torch.bool)
         a, e = (torch.where(odd, 0, t) for t in (a, e))
         torch.testing.assert_close(a, e, equal_nan=True)
@@ -148,7 +148,7 @@ def test_meta_fake_autocast(name):
 
 
 @pytest.mark.parametrize("name", ONE_BIT)
-def test_other_inputs_take_stock(name):
+def test_other_inputs_take_pytorch(name):
     x, t = torch.randn(4, 6), torch.randn(4, 6)
     actual, expected = torch.func.jvp(ours(name), (x,), (t,)), torch.func.jvp(ONE_BIT[name][1], (x,), (t,))
     assert_equal(list(actual), list(expected))
@@ -188,14 +188,14 @@ def sizes_of_one(dtype):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ALL)
 def test_strides_of_sizes_of_one(name, grad, recompute):
-    """A new result's are those of a new tensor, an in-place operator leaves its argument's alone: what picks a layout by them goes on as in stock."""
-    args, stock = ALL[name]
+    """A new result's are those of a new tensor, an in-place operator leaves its argument's alone: what picks a layout by them goes on as in PyTorch."""
+    args, pytorch = ALL[name]
     for x in sizes_of_one(torch.float32):
         x.requires_grad_(grad)
-        assert torch.ops.tsmem.act(x, name, args, recompute).stride() == stock(x).stride()
+        assert torch.ops.tsmem.act(x, name, args, recompute).stride() == pytorch(x).stride()
         if name == "identity":
             continue
         assert torch.ops.tsmem.act(x, name, args, recompute, True).stride() == x.stride()
         if grad:
-            pairs = [torch.autograd.grad(f(x), x, torch.ones(x.shape))[0] for f in (ours(name), stock)]
+            pairs = [torch.autograd.grad(f(x), x, torch.ones(x.shape))[0] for f in (ours(name), pytorch)]
             torch.testing.assert_close(*pairs)

@@ -34,14 +34,14 @@ def close(got, want, dtype, factor=8):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_stock(name, dtype):
-    ours, stock = getattr(torch.ops.tsmem, name), getattr(torch, name)
+def test_equals_pytorch(name, dtype):
+    ours, pytorch = getattr(torch.ops.tsmem, name), getattr(torch, name)
     for laid_out in ("contiguous", "transposed"):
         inputs = operands(name, dtype, laid_out=laid_out)
         for needs in itertools.product((False, True), repeat=len(inputs)):
             given = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs)]
             for again in (-1, 0, 1):
-                got, want = run(lambda *t: ours(*t, recompute=again), *given), run(stock, *given)
+                got, want = run(lambda *t: ours(*t, recompute=again), *given), run(pytorch, *given)
                 close(got, want, dtype)
                 assert got[0].stride() == want[0].stride()
 
@@ -73,19 +73,19 @@ def test_what_is_kept(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stocks(name):
+def test_what_is_pytorchs(name):
     """No element, integers, a wrong number of dimensions: PyTorch's result or error."""
-    ours, stock = getattr(torch.ops.tsmem, name), getattr(torch, name)
+    ours, pytorch = getattr(torch.ops.tsmem, name), getattr(torch, name)
     empty = [t.requires_grad_() for t in operands(name, n=0)]
-    assert_equal(run(ours, *empty), run(stock, *empty))
+    assert_equal(run(ours, *empty), run(pytorch, *empty))
     nothing = [t.requires_grad_() for t in operands(name, k=0)]
-    assert_equal(run(ours, *nothing), run(stock, *nothing))
+    assert_equal(run(ours, *nothing), run(pytorch, *nothing))
     whole = [t.mul(3).long() for t in operands(name)]
-    assert_equal([ours(*whole)], [stock(*whole)])
+    assert_equal([ours(*whole)], [pytorch(*whole)])
     *first, a, b = (t.requires_grad_() for t in operands(name))
     for bad in ((a, b[..., :2, :]), (a[0], b), (a, b.float()), (a[None], b[None]), (a, b[..., 0])):
         with pytest.raises(Exception) as theirs:
-            stock(*first, *bad)
+            pytorch(*first, *bad)
         with pytest.raises(theirs.type) as own:
             ours(*first, *bad)
         assert str(own.value) == str(theirs.value)
@@ -116,14 +116,14 @@ def test_a_factor_that_is_recomputed(dtype):
 def test_scripted_and_autocast(name):
     arguments = ", ".join(("s", "a", "b") if "add" in name else ("a", "b"))
     scripted = torch.jit.CompilationUnit(f"def f({arguments}):\n    return torch.ops.tsmem.{name}({arguments}, recompute=1) * 2\n").f
-    stock = torch.jit.CompilationUnit(f"def f({arguments}):\n    return torch.{name}({arguments}) * 2\n").f
+    pytorch = torch.jit.CompilationUnit(f"def f({arguments}):\n    return torch.{name}({arguments}) * 2\n").f
     inputs = [t.requires_grad_() for t in operands(name)]
     for ours in calls(scripted, inputs[0], 0) + [run(scripted, *inputs) for _ in range(4)]:
-        close(ours, run(stock, *inputs), torch.float64)
+        close(ours, run(pytorch, *inputs), torch.float64)
     inputs = [t.float().detach().requires_grad_() for t in inputs]
     for _ in range(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            got, want = run(scripted, *inputs), run(stock, *inputs)
+            got, want = run(scripted, *inputs), run(pytorch, *inputs)
         close(got, want, torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, want = run(getattr(torch.ops.tsmem, name), *inputs), run(getattr(torch, name), *inputs)

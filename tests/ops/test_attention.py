@@ -1,4 +1,4 @@
-"""Attention, matrix products, softmax, and copies: against stock, what is kept, and recomputed."""
+"""Attention, matrix products, softmax, and copies: against PyTorch, what is kept, and recomputed."""
 import gc
 import itertools
 import weakref
@@ -29,7 +29,7 @@ def needing(tensors, needs):
 
 @pytest.mark.parametrize("again", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_equals_stock(dtype, again):
+def test_attention_equals_pytorch(dtype, again):
     """Bit for bit: the same kernels run."""
     for shape, causal, scale, masked in itertools.product([(2, 3, 17, 8), (1, 1, 1, 1), (3, 2, 33, 5)], (False, True), (None, 0.3), (False, True)):
         q, k, v = heads(*shape, dtype=dtype)
@@ -47,7 +47,7 @@ def test_attention_every_combination_of_gradients(needs):
         assert_equal(run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, recompute=again), *inputs), run(sdpa, *inputs))
 
 
-def test_attention_that_is_stocks():
+def test_attention_that_is_pytorchs():
     """All dropped, a boolean mask, groups of heads, three dimensions, no element: the same result as PyTorch's, whatever it is."""
     q, k, v = needing(heads(number=4), [True] * 3)
     few = [t[:, :2] for t in (k, v)]
@@ -86,7 +86,7 @@ def masks(q, k):
 
 @pytest.mark.parametrize("again", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_with_dropout_or_a_trained_mask_equals_stock(dtype, again):
+def test_attention_with_dropout_or_a_trained_mask_equals_pytorch(dtype, again):
     """The same draws, and the generator where PyTorch's is; blocks of several batches, of one, and of some heads."""
     eps = 16 * torch.finfo(dtype).eps
     for shape, other, p in (((2, 3, 17, 8), None, 0.25), ((2, 3, 5, 8), 9, 0.5), ((2, 3, 17, 8), None, 0.0), ((3, 2, 420, 4), 430, 0.1), ((2, 2, 730, 4), None, 0.1)):
@@ -202,7 +202,7 @@ SHAPES = [((4, 5), (5, 6)), ((2, 4, 5), (5, 6)), ((2, 3, 4, 5), (2, 3, 5, 6)), (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("a,b", SHAPES)
-def test_matmul_equals_stock(a, b, dtype):
+def test_matmul_equals_pytorch(a, b, dtype):
     x, y = torch.randn(a, dtype=torch.float64).to(dtype), torch.randn(b[:-2] + (b[-1], b[-2]), dtype=torch.float64).to(dtype).mT
     for needs, again in itertools.product(itertools.product((False, True), repeat=2), (-1, 0, 1)):
         inputs = needing((x, y), needs)
@@ -212,7 +212,7 @@ def test_matmul_equals_stock(a, b, dtype):
             torch.testing.assert_close(g, w, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps * float(w.abs().max()))
 
 
-def test_matmul_derivatives_and_what_is_stocks():
+def test_matmul_derivatives_and_what_is_pytorchs():
     a, b = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 4, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(ops.matmul, (a, b))
     for x, y in ((a, b[0, :, 0]), (a[0, 0], b), (a[0], b), (a[0, 0], b[0, :, 0]), (a[:0], b[:0])):
@@ -224,8 +224,8 @@ def test_matmul_derivatives_and_what_is_stocks():
         ops.matmul(a, b.float())
 
 
-def test_matmul_keeps_what_stock_keeps():
-    """Factors whose heads can't be put together without a copy: the copy, and so they may change before backward, as with stock."""
+def test_matmul_keeps_what_pytorch_keeps():
+    """Factors whose heads can't be put together without a copy: the copy, and so they may change before backward, as with PyTorch."""
     w = torch.randn(8, 8, requires_grad=True)
     q, k, _ = heads(4, 4, 64, 16, torch.float32)
     for a, b in ((q, k.mT), (q.contiguous(), k.contiguous().mT), (q.transpose(1, 2), w[:, :5].repeat(2, 1)), (torch.randn(6, 8, 5).mT, w[:, :3])):
@@ -258,7 +258,7 @@ def test_token_mixing_with_a_sum_in_place():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("again", [-1, 0, 1])
-def test_softmax_equals_stock(dtype, again):
+def test_softmax_equals_pytorch(dtype, again):
     for shape, dim in (((3, 4, 33), -1), ((5, 7), 0), ((1,), 0), ((2, 3, 4, 5), 1)):
         x = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
         assert_equal(run(lambda x: ops.softmax(x, dim, None, again), x), run(lambda x: torch.softmax(x, dim), x))
@@ -342,8 +342,8 @@ def test_vmap():
         return reshape(contiguous(attention(y[None], y[None], y[None]).transpose(1, 2)), [-1])
 
     ours = (ops.matmul, ops.softmax, ops.reshape, ops.contiguous, ops.scaled_dot_product_attention)
-    stock = (torch.matmul, torch.softmax, torch.reshape, torch.Tensor.contiguous, sdpa)
-    torch.testing.assert_close(torch.vmap(lambda x: f(x, *ours))(x), torch.vmap(lambda x: f(x, *stock))(x))
+    pytorch = (torch.matmul, torch.softmax, torch.reshape, torch.Tensor.contiguous, sdpa)
+    torch.testing.assert_close(torch.vmap(lambda x: f(x, *ours))(x), torch.vmap(lambda x: f(x, *pytorch))(x))
 
 
 @pytest.mark.parametrize("f", [by_hand, fused])
@@ -362,7 +362,7 @@ def test_recomputed_parts_and_retain_graph(f):
 @pytest.mark.parametrize("f", [by_hand, fused])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(f, dtype):
-    def stock(x, w):
+    def pytorch(x, w):
         b, n, c = x.shape
         q, k, v = torch.nn.functional.linear(x, w[0]).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
         if f is fused:
@@ -374,7 +374,7 @@ def test_under_autocast(f, dtype):
     w = [(torch.randn(96, 32) / 8).requires_grad_(), (torch.randn(32, 32) / 8).requires_grad_()]
     for again in (0, 1):
         with torch.autocast("cpu", dtype):
-            got, want = f(x, w, again), stock(x, w)
+            got, want = f(x, w, again), pytorch(x, w)
         assert got.dtype == want.dtype == dtype and torch.equal(got, want)
         for g, e in zip(*(torch.autograd.grad(y.float().square().sum(), (x, *w)) for y in (got, want))):
             torch.testing.assert_close(g, e, rtol=2e-2, atol=2e-2 * float(e.abs().max()))
@@ -403,10 +403,10 @@ def test_scripted_four_calls(f):
         assert_equal(run(scripted, x, *w), want)
 
 
-def test_copies_are_stocks():
+def test_copies_are_pytorchs():
     x = torch.randn(3, 4, 5, 6, requires_grad=True)
     t = x.transpose(1, 2)
-    for ours, stock in (
+    for ours, pytorch in (
         (ops.contiguous(t), t.contiguous()),
         (ops.contiguous(x), x.contiguous()),
         (ops.contiguous(x, torch.channels_last), x.contiguous(memory_format=torch.channels_last)),
@@ -415,8 +415,8 @@ def test_copies_are_stocks():
         (ops.roll(x, [2], []), x.roll(2)),
         (ops.roll(t, [1, -1], [0, 3]), t.roll((1, -1), (0, 3))),
     ):
-        assert_equal([ours, *torch.autograd.grad(ours.square().sum(), x)], [stock, *torch.autograd.grad(stock.square().sum(), x)])
-        assert (ours.data_ptr() == x.data_ptr()) == (stock.data_ptr() == x.data_ptr())  # a view where PyTorch's is
+        assert_equal([ours, *torch.autograd.grad(ours.square().sum(), x)], [pytorch, *torch.autograd.grad(pytorch.square().sum(), x)])
+        assert (ours.data_ptr() == x.data_ptr()) == (pytorch.data_ptr() == x.data_ptr())  # a view where PyTorch's is
     assert torch.autograd.gradgradcheck(lambda x: ops.reshape(ops.roll(x, [1], [0]).transpose(0, 1), [-1]).square(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
     with pytest.raises(RuntimeError):
         ops.reshape(t, [7, -1])

@@ -106,7 +106,7 @@ def ours(name, recompute=1, in_place=0):
     return lambda *a: f(*a, **last)
 
 
-def stock(name):
+def pytorch(name):
     """aten's, called by position as ours are: what is given by keyword alone there is not here."""
     if name == "index.Tensor_hacked_twin":
         return lambda x, i: torch.ops.aten.index.Tensor(x, i)
@@ -160,11 +160,11 @@ def test_every_operator_has_a_case():
 
 @ALL
 @pytest.mark.parametrize("recompute", [0, 1])
-def test_equals_stock(name, recompute):
+def test_equals_pytorch(name, recompute):
     for args in CASES[name]:
         count = len(tensors(args)[1])
         for grads in itertools.product([True, False], repeat=min(count, 3)):
-            assert_close(outcome(ours(name, recompute), args, grads), outcome(stock(name), args, grads))
+            assert_close(outcome(ours(name, recompute), args, grads), outcome(pytorch(name), args, grads))
 
 
 EDGES = {
@@ -182,12 +182,12 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_equals_stock_at_the_edges(name):
+def test_equals_pytorch_at_the_edges(name):
     """Tensors without dimensions, more degrees of freedom than elements, operands of two dtypes, infinite gradients."""
     for args in EDGES[name]:
-        y = stock(name)(*args)
+        y = pytorch(name)(*args)
         for cotangent in (None, torch.full_like(y, float("inf"))):
-            assert_close(outcome(ours(name), args, cotangent=cotangent), outcome(stock(name), args, cotangent=cotangent))
+            assert_close(outcome(ours(name), args, cotangent=cotangent), outcome(pytorch(name), args, cotangent=cotangent))
 
 
 @ALL
@@ -197,7 +197,7 @@ def test_dtypes_layouts_and_sizes(name):
             cast = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
             given = [[cast(t) for t in a] if isinstance(a, list) else cast(a) for a in args]
             try:
-                expected = outcome(stock(name), given)
+                expected = outcome(pytorch(name), given)
             except RuntimeError as error:
                 with pytest.raises(RuntimeError) as raised:
                     outcome(ours(name), given)
@@ -213,14 +213,14 @@ def test_dtypes_layouts_and_sizes(name):
         # Other strides, gaps between elements, and no elements.
         for change in (lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0), lambda x: torch.stack((x, x), -1)[..., 0]):
             moved = [change(a) if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() else a for a in args]
-            assert_close(outcome(ours(name), moved), outcome(stock(name), moved))
-        y = stock(name)(*args)
+            assert_close(outcome(ours(name), moved), outcome(pytorch(name), moved))
+        y = pytorch(name)(*args)
         g = torch.ones((), dtype=y.dtype).expand(y.shape)
-        assert_close(outcome(ours(name), args, cotangent=g), outcome(stock(name), args, cotangent=g))
+        assert_close(outcome(ours(name), args, cotangent=g), outcome(pytorch(name), args, cotangent=g))
     if all(isinstance(a, torch.Tensor) for a in CASES[name][0]):
         empty = [a[:0] for a in CASES[name][0] if a.dim()]
         if len(empty) == len(CASES[name][0]) and len({tuple(a.shape[1:]) for a in empty}) == 1:
-            assert_close(outcome(ours(name), empty), outcome(stock(name), empty))
+            assert_close(outcome(ours(name), empty), outcome(pytorch(name), empty))
 
 
 @ALL
@@ -249,9 +249,9 @@ def test_in_place(name):
     f = getattr(getattr(torch.ops.aten, base), overload or "default")
 
     def overwrite(x, *rest):
-        return stock_call(f, x.clone(memory_format=torch.preserve_format), *rest)
+        return pytorch_call(f, x.clone(memory_format=torch.preserve_format), *rest)
 
-    def stock_call(f, *a):
+    def pytorch_call(f, *a):
         positional = [s.name for s in f._schema.arguments if not s.kwarg_only]
         keyword = [s.name for s in f._schema.arguments if s.kwarg_only]
         return f(*a[: len(positional)], **dict(zip(keyword, a[len(positional) :])))
@@ -287,7 +287,7 @@ def test_scripted_autocast_meta(name):
         for a in (args, [t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args], [t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args]):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 try:
-                    expected = outcome(stock(name), a)
+                    expected = outcome(pytorch(name), a)
                 except RuntimeError:
                     continue
                 actual = outcome(ours(name), a)
@@ -298,7 +298,7 @@ def test_scripted_autocast_meta(name):
                     torch.testing.assert_close(u, v)
     meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in args]
     y = ours(name)(*tensors(meta)[0])
-    assert y.shape == stock(name)(*args).shape and y.device.type == "meta"
+    assert y.shape == pytorch(name)(*args).shape and y.device.type == "meta"
     assert x.shape is not None
 
 
@@ -369,8 +369,8 @@ def test_vmap(name):
             return f(*[next(rest) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args])
         return g
     stacked = [torch.stack((t, t + 1)) for t in given]
-    assert_equal([torch.func.vmap(call(ours(name)))(*stacked)], [torch.func.vmap(call(stock(name)))(*stacked)], layout=False)
-    for f, g in zip(*(torch.func.vmap(torch.func.grad(lambda *a, h=h: call(h)(*a).sin().sum(), tuple(range(len(given)))))(*stacked) for h in (ours(name), stock(name)))):
+    assert_equal([torch.func.vmap(call(ours(name)))(*stacked)], [torch.func.vmap(call(pytorch(name)))(*stacked)], layout=False)
+    for f, g in zip(*(torch.func.vmap(torch.func.grad(lambda *a, h=h: call(h)(*a).sin().sum(), tuple(range(len(given)))))(*stacked) for h in (ours(name), pytorch(name)))):
         torch.testing.assert_close(f, g)
 
 

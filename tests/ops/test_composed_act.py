@@ -32,8 +32,8 @@ def test_equals_the_formula(ops, name, again):
     for dtype in DTYPES[1:]:
         y = x.detach()[:4001].to(dtype).requires_grad_()
         exact = run(FORMULAS[name], y.detach().double().requires_grad_(), cotangent=torch.ones(4001, dtype=torch.float64))
-        got, stock = (run(f, y, cotangent=torch.ones(4001, dtype=dtype)) for f in (ours(name, again), FORMULAS[name]))
-        for g, s, e in zip(got, stock, exact, strict=True):
+        got, pytorch = (run(f, y, cotangent=torch.ones(4001, dtype=dtype)) for f in (ours(name, again), FORMULAS[name]))
+        for g, s, e in zip(got, pytorch, exact, strict=True):
             assert g.dtype == s.dtype and g.stride() == s.stride()
             error, theirs = ((t.double() - e).norm() for t in (g, s))
             assert error <= theirs * (2 if dtype == torch.float32 else 1.01) + torch.finfo(dtype).eps * e.norm() * 0.05, (dtype, error, theirs)
@@ -102,14 +102,14 @@ def test_scripted_and_autocast(ops, name):
         return torch.jit.CompilationUnit(f"def f(x):\n    x = x * 1\n    return ({text}) * 1\n").f
 
     x = torch.randn(40, dtype=torch.float64, requires_grad=True)
-    stock, own = unit(SPELLED[name]), unit(f'torch.ops.tsmem.composed_act(x, "{name}", 1)')
-    for got, want in zip(calls(own, x), calls(stock, x), strict=True):
+    pytorch, own = unit(SPELLED[name]), unit(f'torch.ops.tsmem.composed_act(x, "{name}", 1)')
+    for got, want in zip(calls(own, x), calls(pytorch, x), strict=True):
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
     for y in (x.detach().float().requires_grad_(), x.detach().bfloat16().requires_grad_()):
         for _ in range(4):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                got, want = run(own, y), run(stock, y)
+                got, want = run(own, y), run(pytorch, y)
             for g, w in zip(got, want, strict=True):
                 assert g.dtype == w.dtype
                 torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)

@@ -36,47 +36,47 @@ def operands(d, groups=2, dtype=torch.float32, transposed=False, flags=(True, Tr
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", CONVS)
-def test_equals_stock(name, flags):
+def test_equals_pytorch(name, flags):
     d = CONVS[name]
     inputs = operands(d, flags=flags)
     for kwargs in ({}, dict(stride=[2] * d, padding=[1] * d), dict(dilation=[2] * d, padding=[2] * d)):
-        ours, stock = pair(name, groups=2, **kwargs)
+        ours, pytorch = pair(name, groups=2, **kwargs)
         for layouts in itertools.product((lambda x: x, channels_last), repeat=2):
             x, w = (f(t.detach()).requires_grad_(t.requires_grad) for f, t in zip(layouts, inputs))
-            assert_equal(run(ours, x, w, inputs[2]), run(stock, x, w, inputs[2]))
+            assert_equal(run(ours, x, w, inputs[2]), run(pytorch, x, w, inputs[2]))
     for padding in ("same", "valid"):
-        ours, stock = pair(name, padding=padding, groups=2)
-        assert_equal(run(ours, *inputs), run(stock, *inputs))
+        ours, pytorch = pair(name, padding=padding, groups=2)
+        assert_equal(run(ours, *inputs), run(pytorch, *inputs))
         x = inputs[0][0].detach().requires_grad_(flags[0])  # unbatched
-        assert_equal(run(ours, x, *inputs[1:]), run(stock, x, *inputs[1:]))
+        assert_equal(run(ours, x, *inputs[1:]), run(pytorch, x, *inputs[1:]))
 
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", TRANSPOSED)
-def test_transposed_equals_stock(name, flags):
+def test_transposed_equals_pytorch(name, flags):
     d = TRANSPOSED[name]
     x, w, b = operands(d, transposed=True, flags=flags)
     for kwargs in ({}, dict(stride=[2] * d, padding=[1] * d, output_padding=[1] * d), dict(dilation=[2] * d)):
-        ours, stock = pair(name, groups=2, **kwargs)
-        assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+        ours, pytorch = pair(name, groups=2, **kwargs)
+        assert_equal(run(ours, x, w, b), run(pytorch, x, w, b))
         z = channels_last(x.detach()).requires_grad_(flags[0])
-        assert_equal(run(ours, z, w, b), run(stock, z, w, b))
+        assert_equal(run(ours, z, w, b), run(pytorch, z, w, b))
         z = x[0].detach().requires_grad_(flags[0])
-        assert_equal(run(ours, z, w, b), run(stock, z, w, b))
+        assert_equal(run(ours, z, w, b), run(pytorch, z, w, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_shapes(dtype):
-    ours, stock = pair("conv2d", padding=[1, 1])
+    ours, pytorch = pair("conv2d", padding=[1, 1])
     for shape, out in (((1, 3, 5, 5), 4), ((0, 3, 5, 5), 4), ((2, 3, 1, 9), 1), ((2, 1, 8, 8), 3)):
         x = torch.randn(shape).to(dtype).requires_grad_()
         w = torch.randn(out, shape[1], 3, 3).to(dtype).requires_grad_()
-        assert_equal(run(ours, x, w), run(stock, x, w))
+        assert_equal(run(ours, x, w), run(pytorch, x, w))
     strided = torch.randn(2, 3, 9, 18).to(dtype)[..., ::2].requires_grad_()
     w = torch.randn(4, 3, 3, 3).to(dtype).requires_grad_()
-    y, *_ = run(stock, strided, w)
+    y, *_ = run(pytorch, strided, w)
     for g in (torch.randn(*y.shape[:3], 2 * y.shape[3]).to(dtype)[..., ::2], torch.ones(1, dtype=dtype).expand(y.shape)):
-        assert_equal(run(ours, strided, w, cotangent=g), run(stock, strided, w, cotangent=g))
+        assert_equal(run(ours, strided, w, cotangent=g), run(pytorch, strided, w, cotangent=g))
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -141,11 +141,11 @@ def test_autocast(name):
             x, w, b = operands(d, transposed=name in TRANSPOSED)
             x = x.detach().to(x_dtype).requires_grad_()
             with torch.autocast("cpu", dtype):
-                ours, stock = pair(name, groups=2)
-                assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+                ours, pytorch = pair(name, groups=2)
+                assert_equal(run(ours, x, w, b), run(pytorch, x, w, b))
                 if name in CONVS:
-                    ours, stock = pair(name, padding="same", groups=2)
-                    assert_equal(run(ours, x, w, b), run(stock, x, w, b))
+                    ours, pytorch = pair(name, padding="same", groups=2)
+                    assert_equal(run(ours, x, w, b), run(pytorch, x, w, b))
 
 
 def test_autocast_convolution():
@@ -171,10 +171,10 @@ def test_autocast_shares_the_cast_of_a_weight_that_is_used_again():
 def test_meta_and_fake(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
     d = (CONVS | TRANSPOSED)[name]
-    ours, stock = pair(name, groups=2)
+    ours, pytorch = pair(name, groups=2)
     for flags in FLAGS:
         inputs = operands(d, transposed=name in TRANSPOSED, flags=flags)
-        expected = run(stock, *inputs)
+        expected = run(pytorch, *inputs)
         meta = [t.detach().to("meta").requires_grad_(t.requires_grad) for t in inputs]
         actual = run(ours, *meta, cotangent=torch.empty_like(expected[0], device="meta"))
         assert [a.shape for a in actual] == [e.shape for e in expected]
@@ -196,7 +196,7 @@ def test_changed_weight_is_an_error():
             y.sum().backward()
 
 
-def test_errors_are_stocks():
+def test_errors_are_pytorchs():
     w = torch.randn(4, 3, 3, 3, requires_grad=True)
     cases = [((torch.randn(2, 5, 8, 8), w), {}), ((torch.randn(8, 8), w), {}), ((torch.randn(2, 3, 2, 2), w), {}),
              ((torch.randn(2, 3, 8, 8).double(), w), {}), ((torch.randn(2, 3, 8, 8), w, torch.randn(3)), {}),
@@ -214,14 +214,14 @@ def test_errors_are_stocks():
         torch.ops.tsmem.conv2d.padding(torch.randn(2, 3, 8, 8), w, padding="sane")
 
 
-def test_other_inputs_take_stock():
+def test_other_inputs_take_pytorch():
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    ours, stock = pair("conv2d")
-    assert_equal(list(torch.func.jvp(ours, (x, w), (x, w))), list(torch.func.jvp(stock, (x, w), (x, w))))
-    assert_equal([torch.func.grad(lambda z: ours(z, w).sum())(x)], [torch.func.grad(lambda z: stock(z, w).sum())(x)])
-    torch.testing.assert_close(torch.vmap(ours, (0, None))(x, w), torch.vmap(stock, (0, None))(x, w))
+    ours, pytorch = pair("conv2d")
+    assert_equal(list(torch.func.jvp(ours, (x, w), (x, w))), list(torch.func.jvp(pytorch, (x, w), (x, w))))
+    assert_equal([torch.func.grad(lambda z: ours(z, w).sum())(x)], [torch.func.grad(lambda z: pytorch(z, w).sum())(x)])
+    torch.testing.assert_close(torch.vmap(ours, (0, None))(x, w), torch.vmap(pytorch, (0, None))(x, w))
     c = torch.randn(2, 3, 8, 8, dtype=torch.complex64, requires_grad=True)
-    assert_equal(run(ours, c, w.to(c.dtype)), run(stock, c, w.to(c.dtype)))
+    assert_equal(run(ours, c, w.to(c.dtype)), run(pytorch, c, w.to(c.dtype)))
 
 
 def test_scripted_and_partial_gradients():
@@ -277,27 +277,27 @@ LARGE = {  # op, weight, arguments, input without its batch
 
 
 def layers(name, dtype=torch.float32, bias=True):
-    """Ours, stock, and an input just over the limit of 16 MiB."""
+    """Ours, PyTorch, and an input just over the limit of 16 MiB."""
     op, weight, args, shape = LARGE[name]
     w = torch.randn(weight, dtype=dtype) / 8
     groups = args[3] if len(args) > 3 else 1
     b = torch.randn(groups * weight[1] if op.startswith("conv_transpose") else weight[0], dtype=dtype) if bias else None
-    ours, stock = (Layer(overload(o, op), w, b, args) for o in (torch.ops.tsmem, torch.ops.aten))
+    ours, pytorch = (Layer(overload(o, op), w, b, args) for o in (torch.ops.tsmem, torch.ops.aten))
     one = torch.randn(1, *shape, dtype=dtype)
     with torch.no_grad():
-        each = one.nbytes + stock(one).nbytes
+        each = one.nbytes + pytorch(one).nbytes
     batch = -(-(16 << 20) // each)
-    return ours, stock, torch.randn(batch, *shape, dtype=dtype, requires_grad=True)
+    return ours, pytorch, torch.randn(batch, *shape, dtype=dtype, requires_grad=True)
 
 
-def compare(ours, stock, x, cotangent=None):
-    y, z = ours(x), stock(x)
+def compare(ours, pytorch, x, cotangent=None):
+    y, z = ours(x), pytorch(x)
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-4}[x.dtype]
     torch.testing.assert_close(y, z, rtol=tolerance / 10, atol=tolerance / 10)
     g = torch.randn_like(z) if cotangent is None else cotangent(z)
     inputs = [x] * x.requires_grad
     found = torch.autograd.grad(y, [*inputs, *ours.parameters()], g)
-    for a, e in zip(found, torch.autograd.grad(z, [*inputs, *stock.parameters()], g)):
+    for a, e in zip(found, torch.autograd.grad(z, [*inputs, *pytorch.parameters()], g)):
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * float(e.abs().max()))
     return found
 
@@ -305,15 +305,15 @@ def compare(ours, stock, x, cotangent=None):
 @pytest.mark.parametrize("dtype,bias", ((torch.float32, True), (torch.float64, False)))
 @pytest.mark.parametrize("name", LARGE)
 def test_by_parts(name, dtype, bias):
-    ours, stock, x = layers(name, dtype, bias)
+    ours, pytorch, x = layers(name, dtype, bias)
     _, forward, backward = ran(lambda: ours(x).sum().backward())
     assert forward == backward == 2
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)
     x = x.detach()  # as the first layer's
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)
     with torch.no_grad():
         less = x[:-1].contiguous()
-        assert ran(lambda: ours(less))[1] == 1 and torch.equal(ours(less), stock(less))
+        assert ran(lambda: ours(less))[1] == 1 and torch.equal(ours(less), pytorch(less))
 
 
 @pytest.mark.parametrize("padding", ("same", "valid"))
@@ -321,47 +321,47 @@ def test_by_parts(name, dtype, bias):
 def test_string_padding_by_parts(kernel, padding):
     args = ([1, 1], padding)
     w, b = torch.randn(32, 16, *kernel), torch.randn(32)
-    ours, stock = (Layer(op.conv2d.padding, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
+    ours, pytorch = (Layer(op.conv2d.padding, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
     x = torch.randn(7, 16, 128, 130, requires_grad=True)
     assert ran(lambda: ours(x).sum().backward())[1:] == (2, 2)
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)
 
 
 def test_parts_of_operands_with_gaps():
     """An input and a gradient that are a part of a larger tensor's channels, as those of a concatenation are."""
-    ours, stock, x = layers("conv2d")
+    ours, pytorch, x = layers("conv2d")
     whole = torch.cat([x.detach(), x.detach()], 1)
     x = whole.narrow(1, 8, 16).requires_grad_()
     assert ran(lambda: ours(x).sum().backward())[1:] == (2, 2)
-    compare(ours, stock, x)
-    compare(ours, stock, x, lambda z: torch.randn_like(torch.cat([z, z], 1)).narrow(1, 5, z.size(1)))
-    compare(ours, stock, x, lambda z: torch.ones(1).expand_as(z))
+    compare(ours, pytorch, x)
+    compare(ours, pytorch, x, lambda z: torch.randn_like(torch.cat([z, z], 1)).narrow(1, 5, z.size(1)))
+    compare(ours, pytorch, x, lambda z: torch.ones(1).expand_as(z))
 
 
 def test_single_samples_are_not_cut():
-    ours, stock, x = layers("conv2d")
+    ours, pytorch, x = layers("conv2d")
     x = torch.randn(16, 360, 360, requires_grad=True)
     assert ran(lambda: ours(x))[1] == 1
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)
 
 
 def test_frozen_parts():
-    ours, stock, x = layers("conv2d")
+    ours, pytorch, x = layers("conv2d")
     for name in ("w", "b"):
-        for layer in (ours, stock):
+        for layer in (ours, pytorch):
             for n in ("w", "b"):
                 getattr(layer, n).requires_grad_(n != name)
-        y, z = ours(x), stock(x)
-        wanted = [[x] + [q for q in m.parameters() if q.requires_grad] for m in (ours, stock)]
+        y, z = ours(x), pytorch(x)
+        wanted = [[x] + [q for q in m.parameters() if q.requires_grad] for m in (ours, pytorch)]
         g = torch.randn_like(z)
         for a, e in zip(torch.autograd.grad(y, wanted[0], g), torch.autograd.grad(z, wanted[1], g)):
             torch.testing.assert_close(a, e, rtol=2e-4, atol=2e-4 * float(e.abs().max()))
 
 
 def test_parts_are_differentiable():
-    ours, stock, x = layers("conv2d")
+    ours, pytorch, x = layers("conv2d")
     found = []
-    for layer in (ours, stock):
+    for layer in (ours, pytorch):
         g = torch.autograd.grad(layer(x).square().mean(), (x, layer.w), create_graph=True)
         found.append(torch.autograd.grad(sum(t.square().sum() for t in g), (x, layer.w, layer.b)))
     for a, e in zip(*found):
@@ -369,11 +369,11 @@ def test_parts_are_differentiable():
 
 
 def test_channels_last_is_not_cut():
-    ours, stock, x = layers("conv2d")
+    ours, pytorch, x = layers("conv2d")
     x = torch.randn(12, 16, 128, 130).to(memory_format=torch.channels_last).requires_grad_()
     assert ran(lambda: ours(x).sum().backward())[1:] == (1, 1)
     assert ours(x).is_contiguous(memory_format=torch.channels_last)
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)
 
 
 def test_parts_recomputed():
@@ -390,8 +390,8 @@ def test_parts_recomputed():
 def test_parts_need_less_memory(name):
     from allocator import memory
 
-    ours, stock, x = layers(name)
-    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, stock))
+    ours, pytorch, x = layers(name)
+    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, pytorch))
     assert a.peak < 0.95 * b.peak and a.saved <= b.saved
 
 
@@ -415,17 +415,17 @@ def patches(name, bias=True):
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("name", PATCHES)
 def test_by_slabs(name, bias):
-    ours, stock, x = patches(name, bias)
+    ours, pytorch, x = patches(name, bias)
     _, forward, backward = ran(lambda: ours(x).sum().backward())
     assert forward > 1 and backward > 1
-    compare(ours, stock, x)
-    compare(ours, stock, x.detach())
+    compare(ours, pytorch, x)
+    compare(ours, pytorch, x.detach())
     for frozen in ("w", "b")[: 1 + bias]:
-        for layer in (ours, stock):
+        for layer in (ours, pytorch):
             getattr(layer, frozen).requires_grad_(False)
-        y, z = ours(x), stock(x)
+        y, z = ours(x), pytorch(x)
         g = torch.randn_like(z)
-        wanted = [[x, *(q for q in layer.parameters() if q.requires_grad)] for layer in (ours, stock)]
+        wanted = [[x, *(q for q in layer.parameters() if q.requires_grad)] for layer in (ours, pytorch)]
         tolerance = {torch.float64: 1e-9, torch.float32: 2e-4}[x.dtype]
         for a, e in zip(*(torch.autograd.grad(out, w, g) for out, w in ((y, wanted[0]), (z, wanted[1])))):
             torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * float(e.abs().max()))
@@ -435,15 +435,15 @@ def test_by_slabs(name, bias):
 def test_slabs_need_less_memory(name):
     from allocator import memory
 
-    ours, stock, x = patches(name)
-    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, stock))
+    ours, pytorch, x = patches(name)
+    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, pytorch))
     assert a.peak < 0.9 * b.peak and a.saved <= b.saved
 
 
 def test_slabs_are_differentiable():
-    ours, stock, x = patches("conv2d")
+    ours, pytorch, x = patches("conv2d")
     found = []
-    for layer in (ours, stock):
+    for layer in (ours, pytorch):
         g = torch.autograd.grad(layer(x).square().mean(), (x, layer.w), create_graph=True)
         found.append(torch.autograd.grad(sum(t.square().sum() for t in g), (x, layer.w, layer.b)))
     for a, e in zip(*found):
@@ -458,7 +458,7 @@ def test_slabs_are_differentiable():
 ))  # fmt: skip
 def test_not_by_slabs(weight, shape, args):
     w, b = torch.randn(weight, dtype=torch.float64), torch.randn(weight[0], dtype=torch.float64)
-    ours, stock = (Layer(op.conv2d, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
+    ours, pytorch = (Layer(op.conv2d, w, b, args) for op in (torch.ops.tsmem, torch.ops.aten))
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert ran(lambda: ours(x).sum().backward())[1:] == (1, 1)
-    compare(ours, stock, x)
+    compare(ours, pytorch, x)

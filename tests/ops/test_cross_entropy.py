@@ -48,7 +48,7 @@ SIZES = [(6, 5), (2, 3), (2, 4, 7), (2, 5, 3, 4), (3, 2, 2, 3, 2)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_equals_stock(reduction, dtype):
+def test_equals_pytorch(reduction, dtype):
     for sizes, weighted, ignored, laid_out in itertools.product(SIZES, (False, True), (-100, 1), ("contiguous", "channels_last", "every second")):
         x, target = given(sizes, dtype, ignored)
         x = x.detach()
@@ -57,14 +57,14 @@ def test_equals_stock(reduction, dtype):
         elif laid_out == "every second":
             x = torch.stack([x, x], -1)[..., 0]
         weight = torch.linspace(0.2, 1.3, sizes[1]).to(dtype) if weighted else None
-        stock = run(lambda t: F.cross_entropy(t, target, weight, reduction=reduction, ignore_index=ignored), x.requires_grad_())
+        pytorch = run(lambda t: F.cross_entropy(t, target, weight, reduction=reduction, ignore_index=ignored), x.requires_grad_())
         got = run(lambda t: ours(t, target, weight, reduction, ignored), x)
         if dtype in (torch.float64, torch.float32):
-            close(got, stock, dtype, 16)
+            close(got, pytorch, dtype, 16)
         else:  # PyTorch's rounds log_softmax to 16 bits: no further than that from float64
             exact = run(lambda t: F.cross_entropy(t, target, None if weight is None else weight.double(), reduction=reduction, ignore_index=ignored),
                         x.detach().double().requires_grad_())
-            for g, s, e in zip(got, stock, exact):
+            for g, s, e in zip(got, pytorch, exact):
                 assert g.dtype == s.dtype and g.shape == s.shape
                 off = lambda t: torch.linalg.vector_norm(t.double() - e)  # noqa: E731
                 assert off(g) <= off(s) + 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(e) or not e.isfinite().all()
@@ -148,7 +148,7 @@ def test_a_view_of_something_larger_is_not_kept():
     assert max(t.untyped_storage().nbytes() for t in kept) < 64 * 100 * 4
 
 
-def test_what_is_stocks():
+def test_what_is_pytorchs():
     """Smoothed labels, probabilities, one sample, no element, a weight that wants a gradient, errors: PyTorch's result or error."""
     x, target = given()
     close(run(lambda t: ours(t, target, label_smoothing=0.1), x), run(lambda t: F.cross_entropy(t, target, label_smoothing=0.1), x), torch.float64)
@@ -187,16 +187,16 @@ def test_what_is_changed_before_backward():
 def test_scripted_and_autocast():
     source = "def f(x, t, w: Optional[Tensor]):\n    return {}(x, t, w, {}, 1) * 2\n"
     scripted = torch.jit.CompilationUnit(source.format("torch.ops.tsmem.cross_entropy_loss", 1)).f
-    stock = torch.jit.CompilationUnit(source.format("torch._C._nn.cross_entropy_loss", 1)).f
+    pytorch = torch.jit.CompilationUnit(source.format("torch._C._nn.cross_entropy_loss", 1)).f
     x, target = given(ignored=1)
     for weight in (None, torch.linspace(1, 2, 5, dtype=torch.float64)):
         for got in calls(lambda t: scripted(t, target, weight), x):
-            close(got, run(lambda t: stock(t, target, weight), x), torch.float64)
+            close(got, run(lambda t: pytorch(t, target, weight), x), torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         half = x.detach().to(dtype).requires_grad_()
         for _ in range(4):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                got, want = (run(lambda t: f(t, target, None), half) for f in (scripted, stock))
+                got, want = (run(lambda t: f(t, target, None), half) for f in (scripted, pytorch))
                 eager, expected = run(lambda t: ours(t, target, None, "mean", 1), half), run(lambda t: F.cross_entropy(t, target, ignore_index=1), half)
             close(got, want, dtype)
             close(eager, expected, dtype)

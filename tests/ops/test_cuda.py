@@ -54,10 +54,10 @@ def run(f, inputs, needs=None, cotangent=None):
     return [out.detach(), *torch.autograd.grad(out, wanted, cotangent.to(out.dtype))]
 
 
-def as_good(f, stock, inputs, needs=None):
+def as_good(f, pytorch, inputs, needs=None):
     """In float64 equal; else each result's error against float64 is at most twice PyTorch's and two units in the last place of its norm."""
-    ours, theirs = run(f, inputs, needs), run(stock, inputs, needs)
-    exact = run(stock, [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs], needs)
+    ours, theirs = run(f, inputs, needs), run(pytorch, inputs, needs)
+    exact = run(pytorch, [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs], needs)
     assert ours[0].stride() == theirs[0].stride()
     for i, (a, b, c) in enumerate(zip(ours, theirs, exact)):
         assert a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
@@ -69,8 +69,8 @@ def as_good(f, stock, inputs, needs=None):
 
 
 def norm(act, training=True, add=False, pool=None, fused=True):
-    """f(x, weight, bias, mean, var, other): the op, or the stock ops that it stands for."""
-    arguments, stock_act = ACTS[act]
+    """f(x, weight, bias, mean, var, other): the op, or PyTorch's ops that it stands for."""
+    arguments, pytorch_act = ACTS[act]
 
     def f(x, w, b, m, v, z):
         bn = (x, w, b, m.clone(), v.clone(), training, 0.1, 1e-5, True)
@@ -79,7 +79,7 @@ def norm(act, training=True, add=False, pool=None, fused=True):
         if fused:
             return torch.ops.tsmem.batch_norm_add_act(*bn, z, act, arguments) if add else torch.ops.tsmem.batch_norm_act(*bn, act, arguments)
         y = torch.batch_norm(*bn)
-        y = stock_act(y + z if add else y)
+        y = pytorch_act(y + z if add else y)
         return torch.max_pool2d(y, *pool) if pool else y
 
     return f
@@ -212,16 +212,16 @@ def test_max_pool(dtype):
         for name, arguments in ((f"max_pool{d}d", ([2] * d,)), (f"adaptive_max_pool{d}d", ([3] * d,))):
             ours = run(lambda x, n=name, a=arguments: getattr(torch.ops.tsmem, n)(x, *a), [x])
             theirs = run(lambda x, n=name, a=arguments: getattr(F, n)(x, *a), [x])
-            # Stock adds the gradients of overlapping windows in the tensor's dtype.
+            # PyTorch adds the gradients of overlapping windows in the tensor's dtype.
             torch.testing.assert_close(ours, theirs, rtol=8 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize("name", ONE_BIT)
 def test_masks(name):
-    stock = hardsigmoid if name == "hardsigmoid" else ACTS[name][1]
+    pytorch = hardsigmoid if name == "hardsigmoid" else ACTS[name][1]
     for dtype, shape, last in itertools.product(DTYPES, ((4, 16, 7, 7), (3, 5, 6, 5), (1, 1, 1, 1), (2, 3, 300, 7)), (False, True)):
         x = draw(shape, dtype, last)
-        ours, theirs = run(lambda x: torch.ops.tsmem.act(x, name, ACTS[name][0]), [x]), run(stock, [x])
+        ours, theirs = run(lambda x: torch.ops.tsmem.act(x, name, ACTS[name][0]), [x]), run(pytorch, [x])
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
     kept, _ = saved(lambda: torch.ops.tsmem.act(draw((1000, 80), torch.float32).requires_grad_(), name, ACTS[name][0]))
@@ -250,7 +250,7 @@ def test_conv():
 
 
 @pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
-def test_dropout_draws_stocks_mask(name):
+def test_dropout_draws_pytorchs_mask(name):
     for dtype, shape, last in itertools.product(DTYPES, ((64, 40, 7, 7), (3, 5, 6, 5), (5, 8)), (False, True)):
         x = draw(shape, dtype, last)
         results = []
@@ -303,7 +303,7 @@ def test_gradient_of_an_input_that_is_not_kept():
 
 @only_cuda
 def test_input_gradients_by_transposed_convolutions():
-    for op, stock, size, weight, settings in (
+    for op, pytorch, size, weight, settings in (
         ("conv2d", F.conv2d, (2, 8, 9, 12), (16, 8, 3, 2), ([2, 3], [1, 0], [1, 2], 1)),
         ("conv2d", F.conv2d, (2, 8, 9, 12), (16, 4, 3, 3), ([2, 2], [1, 1], [1, 1], 2)),
         ("conv2d", F.conv2d, (2, 8, 9, 12), (8, 1, 3, 3), ([2, 2], [1, 1], [1, 1], 8)),
@@ -315,7 +315,7 @@ def test_input_gradients_by_transposed_convolutions():
             x, w = draw(size, torch.float64, last), draw(weight, torch.float64, seed=1)
             stride, padding, dilation, groups, *rest = settings
             arguments = (stride, padding, *rest, groups, dilation) if rest else (stride, padding, dilation, groups)
-            as_good(lambda x, w: getattr(torch.ops.tsmem, op)(x, w, None, *arguments), lambda x, w: stock(x, w, None, *arguments), [x, w], (True, False))  # noqa: B023
+            as_good(lambda x, w: getattr(torch.ops.tsmem, op)(x, w, None, *arguments), lambda x, w: pytorch(x, w, None, *arguments), [x, w], (True, False))  # noqa: B023
 
 
 @only_cuda
@@ -357,14 +357,14 @@ def test_repeated_calls():
     """TorchScript changes the graph between the first calls."""
     inputs = [draw((2, 3, 8, 8), torch.float64), draw((16, 3, 3, 3), torch.float64, seed=1), draw((8, 16, 3, 3), torch.float64, seed=2), True]
 
-    def stock(x, w, v, train):
+    def pytorch(x, w, v, train):
         y = F.silu(torch.batch_norm(F.conv2d(x, w, None, 1, 1), None, None, None, None, True, 0.1, 1e-5, True))
         return F.dropout(F.conv2d(y, v), 0.25, train)
 
     scripted = torch.jit.script(network)
     for _ in range(4):
         found = []
-        for f in (scripted, stock):
+        for f in (scripted, pytorch):
             torch.manual_seed(1)
             found.append(run(f, inputs))
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
@@ -386,19 +386,19 @@ class Block(torch.nn.Module):
 def checkpoint_pair():
     """A scripted module, and a copy whose method `around` is its `body` through tsmem::checkpoint."""
     torch.manual_seed(0)
-    stock, ours = torch.jit.script(Block().to(DEVICE)), torch.jit.script(Block().to(DEVICE))
-    ours.load_state_dict(stock.state_dict())
+    pytorch, ours = torch.jit.script(Block().to(DEVICE)), torch.jit.script(Block().to(DEVICE))
+    ours.load_state_dict(pytorch.state_dict())
     if not hasattr(ours, "around"):  # copies share a class
         ours.define("def around(self, x: Tensor):\n    y = torch.ops.tsmem.checkpoint(self, 'body', (x,))\n    assert isinstance(y, Tensor)\n    return y\n")
-    return stock, ours
+    return pytorch, ours
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
 def test_checkpoint(amp):
-    stock, ours = checkpoint_pair()
+    pytorch, ours = checkpoint_pair()
     x = draw((4, 8, 9, 9), torch.float32)
     found = []
-    for m, f in ((stock, stock.forward), (ours, ours.around)):
+    for m, f in ((pytorch, pytorch.forward), (ours, ours.around)):
         torch.manual_seed(2)
         with torch.autocast(DEVICE.split(":")[0], torch.bfloat16, enabled=amp):
             out = run(f, [x])

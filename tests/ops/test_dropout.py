@@ -26,17 +26,17 @@ def with_state(f, x):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_stock(name, dtype):
+def test_equals_pytorch(name, dtype):
     for shape in ((4, 5), (2, 3, 5, 7), (2, 3, 4, 5, 6), (8, 16, 24, 33), (500, 130)):
         for layout in (lambda x: x, channels_last, lambda x: x.transpose(0, -1), lambda x: x[..., 1:]):
             x = layout(torch.randn(shape).to(dtype)).requires_grad_()
             for p in (0.0, 0.3, 0.9, 1.0):
-                ours, stock = pair(name, p)
-                assert_equal(with_state(ours, x), with_state(stock, x))
+                ours, pytorch = pair(name, p)
+                assert_equal(with_state(ours, x), with_state(pytorch, x))
     for train, shape in ((False, (4, 5)), (True, (0, 5))):
         x = torch.randn(shape).to(dtype).requires_grad_()
-        ours, stock = pair(name, 0.3, train)
-        assert_equal(with_state(ours, x), with_state(stock, x))
+        ours, pytorch = pair(name, 0.3, train)
+        assert_equal(with_state(ours, x), with_state(pytorch, x))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,7 +85,7 @@ def test_gradcheck(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_meta_fake_autocast(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
-    ours, stock = pair(name, 0.4)
+    ours, pytorch = pair(name, 0.4)
     x = torch.randn(2, 3, 5, 7)
     y = ours(x.to("meta").requires_grad_())
     y.sum().backward()
@@ -95,11 +95,11 @@ def test_meta_fake_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         for dtype in DTYPES:
             z = x.to(dtype).requires_grad_()
-            assert_equal(with_state(ours, z), with_state(stock, z))
+            assert_equal(with_state(ours, z), with_state(pytorch, z))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_errors_are_stocks(name):
+def test_errors_are_pytorchs(name):
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="dropout probability has to be between 0 and 1, but got 1.5"):
         pair(name, 1.5)[0](x)
@@ -118,26 +118,26 @@ def test_torchscript_does_not_merge_two_draws():
         assert y.abs().sum() > 0
 
 
-def test_scripted_draws_what_scripted_stock_draws():
+def test_scripted_draws_what_scripted_pytorch_draws():
     """Between differentiable neighbours too, where TorchScript's autodiff replaces aten::dropout by aten::native_dropout."""
 
     def ours(x):
         return torch.tanh(torch.ops.tsmem.dropout(torch.relu(x * 2.0), 0.3, True)) * x
 
-    def stock(x):
+    def pytorch(x):
         return torch.tanh(torch.ops.aten.dropout(torch.relu(x * 2.0), 0.3, True)) * x
 
     x = torch.randn(64, 33, requires_grad=True)
-    for actual, expected in zip(calls(torch.jit.script(ours), x), calls(torch.jit.script(stock), x)):
+    for actual, expected in zip(calls(torch.jit.script(ours), x), calls(torch.jit.script(pytorch), x)):
         torch.testing.assert_close(actual, expected)
 
 
 def test_other_generators_and_threads():
     """The noise follows the default generator, whatever state it was put in."""
     x = torch.randn(64, 3000, requires_grad=True)
-    ours, stock = pair("dropout", 0.5)
+    ours, pytorch = pair("dropout", 0.5)
     state = torch.Generator().manual_seed(123).get_state()
     torch.set_rng_state(state)
     y = ours(x)
     torch.set_rng_state(state)
-    assert torch.equal(y, stock(x))
+    assert torch.equal(y, pytorch(x))

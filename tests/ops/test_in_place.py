@@ -22,12 +22,12 @@ def outcome(f, *inputs):
         return str(error).splitlines()[0]
 
 
-def assert_same(ours, stock, what):
-    assert type(ours) is type(stock), (what, ours, stock)
-    if isinstance(stock, str):
-        assert ours == stock, what
+def assert_same(ours, pytorch, what):
+    assert type(ours) is type(pytorch), (what, ours, pytorch)
+    if isinstance(pytorch, str):
+        assert ours == pytorch, what
         return
-    for a, b in zip(ours, stock, strict=True):
+    for a, b in zip(ours, pytorch, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, what
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m: f"{what}: {m}")
 
@@ -52,13 +52,13 @@ def test_products_and_norms(ops):
         x, y = tensor(a, s), tensor(b, t)
         norm = lambda x: torch.ops.aten.batch_norm(x, *BN)
         silu = torch.nn.functional.silu
-        for onto, ours, stock in (
+        for onto, ours, pytorch in (
             (False, ops.mul_act, lambda x, y: silu(x).mul_(y)),
             (True, ops.mul_act, lambda x, y: y.clone().mul_(silu(x))),
         ):
-            assert_same(outcome(lambda x, y: ours(silu(x), y, x, "silu", [], 0, 2 if onto else 1), x, y), outcome(stock, x, y), ("mul_act", onto, a, b, s, t))
-        for onto, stock in ((False, lambda x, y: norm(x).add_(y).relu()), (True, lambda x, y: y.clone().add_(norm(x)).relu())):
-            assert_same(outcome(lambda x, y: ops.batch_norm_add_act(x, *BN, y, "relu", [], 0, 2 if onto else 1), x, y), outcome(stock, x, y), ("bn_add_act", onto, a, b, s, t))
+            assert_same(outcome(lambda x, y: ours(silu(x), y, x, "silu", [], 0, 2 if onto else 1), x, y), outcome(pytorch, x, y), ("mul_act", onto, a, b, s, t))
+        for onto, pytorch in ((False, lambda x, y: norm(x).add_(y).relu()), (True, lambda x, y: y.clone().add_(norm(x)).relu())):
+            assert_same(outcome(lambda x, y: ops.batch_norm_add_act(x, *BN, y, "relu", [], 0, 2 if onto else 1), x, y), outcome(pytorch, x, y), ("bn_add_act", onto, a, b, s, t))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "relu"])
@@ -108,21 +108,21 @@ class Holder(nn.Module):
 
 @pytest.mark.parametrize("level", ["ops", "regions"])
 def test_rewritten(ops, tmp_path, level):
-    torch.jit.script(Holder()).save(tmp_path / "stock.pt")
-    done = tsmem("rewrite", tmp_path / "stock.pt", "-o", tmp_path / "ours.pt", "--level", level)
+    torch.jit.script(Holder()).save(tmp_path / "pytorch.pt")
+    done = tsmem("rewrite", tmp_path / "pytorch.pt", "-o", tmp_path / "ours.pt", "--level", level)
     assert done.returncode == 0, done.stderr
     for name in ("add", "mul", "onto_norm", "onto_other"):
-        stock, ours = (getattr(torch.jit.load(tmp_path / file), name) for file in ("stock.pt", "ours.pt"))
+        pytorch, ours = (getattr(torch.jit.load(tmp_path / file), name) for file in ("pytorch.pt", "ours.pt"))
         assert level == "ops" and name in ("add", "mul") or "tsmem::" in str(ours.inlined_graph), name
         for a, b, s, t in PAIRS:
             if a == I64 or len(s) != 3 or 0 in s:
                 continue
             x, y = tensor(a, s), tensor(b, t)
-            ours_out, stock_out = outcome(ours, x, y), outcome(stock, x, y)
-            if isinstance(stock_out, str):  # TorchScript's sentences begin with where
+            ours_out, pytorch_out = outcome(ours, x, y), outcome(pytorch, x, y)
+            if isinstance(pytorch_out, str):  # TorchScript's sentences begin with where
                 assert isinstance(ours_out, str), (name, a, b, s, t)
             else:
-                assert_same(ours_out, stock_out, (name, level, a, b, s, t))
+                assert_same(ours_out, pytorch_out, (name, level, a, b, s, t))
 
 
 def test_strides_are_those_of_the_operand_that_the_original_names_first(ops):
@@ -131,15 +131,15 @@ def test_strides_are_those_of_the_operand_that_the_original_names_first(ops):
     for formats in [(a, b) for a in (torch.contiguous_format, torch.channels_last) for b in (torch.contiguous_format, torch.channels_last)]:
         a, b = (t.detach().contiguous(memory_format=f).requires_grad_() for t, f in zip((x, y), formats))
         for recompute in (0, 1):
-            for ours, stock in (
+            for ours, pytorch in (
                 (lambda a, b: ops.mul_act(silu(a), b, a, "silu", [], recompute, 0), lambda a, b: silu(a) * b),
                 (lambda a, b: ops.mul_act(silu(a), b, a, "silu", [], recompute, 3), lambda a, b: b * silu(a)),
                 (lambda a, b: ops.mul_act(silu(a), b.clone(), a, "silu", [], recompute, 2), lambda a, b: b.clone().mul_(silu(a))),
                 (lambda a, b: ops.batch_norm_add_act(a, *BN, b, "silu", [], recompute, 0), lambda a, b: silu(norm(a) + b)),
                 (lambda a, b: ops.batch_norm_add_act(a, *BN, b, "silu", [], recompute, 3), lambda a, b: silu(b + norm(a))),
             ):
-                assert ours(a, b).stride() == stock(a, b).stride(), formats
-                assert_same(outcome(ours, a, b), outcome(stock, a, b), formats)
+                assert ours(a, b).stride() == pytorch(a, b).stride(), formats
+                assert_same(outcome(ours, a, b), outcome(pytorch, a, b), formats)
 
 
 def test_strides():

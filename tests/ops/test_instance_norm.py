@@ -29,12 +29,12 @@ def assert_alike(got, want, tolerance):
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("stats", [True, False])
-def test_equals_stock(act, stats):
+def test_equals_pytorch(act, stats):
     for shape, affine in itertools.product(SHAPES, (True, False)):
         case = Case(shape, affine=affine)
         for recompute in (False, True):
-            stock, ours = pair(act, stats, recompute)
-            assert_alike(case.run(ours), case.run(stock), 1e-9)
+            pytorch, ours = pair(act, stats, recompute)
+            assert_alike(case.run(ours), case.run(pytorch), 1e-9)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
@@ -42,15 +42,15 @@ def test_equals_stock(act, stats):
 def test_every_combination_of_gradients(needs, stats):
     for layout in (torch.contiguous_format, torch.channels_last):
         case = Case((3, 5, 6, 7), layout)
-        stock, ours = pair("relu", stats)
-        assert_alike(case.run(ours, needs=(*needs, False)), case.run(stock, needs=(*needs, False)), 1e-9)
+        pytorch, ours = pair("relu", stats)
+        assert_alike(case.run(ours, needs=(*needs, False)), case.run(pytorch, needs=(*needs, False)), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype):
     case = Case((4, 6, 9, 8), dtype=dtype)
-    stock, ours = pair("relu", True)
-    exact, mine, theirs = case.run(stock, torch.float64), case.run(ours), case.run(stock)
+    pytorch, ours = pair("relu", True)
+    exact, mine, theirs = case.run(pytorch, torch.float64), case.run(ours), case.run(pytorch)
     for e, m, t in zip(exact[:4], mine, theirs):
         if e is not None:
             assert m.dtype == t.dtype
@@ -60,8 +60,8 @@ def test_dtypes(dtype):
 
 def test_without_running_statistics_and_unusual_inputs():
     case = Case((3, 4, 6, 6), stats=False)
-    stock, ours = pair("relu", True)
-    assert_alike(case.run(ours), case.run(stock), 1e-9)
+    pytorch, ours = pair("relu", True)
+    assert_alike(case.run(ours), case.run(pytorch), 1e-9)
     empty = torch.randn(0, 3, 4, 4, requires_grad=True)
     assert ops.instance_norm_act(empty, None, None, None, None, True, 0.1, 1e-5, True, "relu", []).shape == empty.shape
     with pytest.raises(RuntimeError):
@@ -78,17 +78,17 @@ def test_gradcheck():
 
 def test_keeps_the_input_alone():
     x = torch.randn(8, 16, 32, 32, requires_grad=True)
-    stock, ours = pair("relu", True)
+    pytorch, ours = pair("relu", True)
     unit = x.numel() * 4
-    # x is the caller's; stock keeps relu's output besides.
-    assert live_bytes(lambda: stock(x, None, None, None, None, None)) <= 0.1 * unit  # the output itself is not counted
+    # x is the caller's; PyTorch keeps relu's output besides.
+    assert live_bytes(lambda: pytorch(x, None, None, None, None, None)) <= 0.1 * unit  # the output itself is not counted
     w = torch.randn(16, 16, 3, 3, requires_grad=True)
 
     def block(f, recompute):
         z = f(ops.conv2d(x, w, None, [1, 1], [1, 1]))
         return ops.conv2d(z, w, None, [1, 1], [1, 1]).mean()
 
-    plain = live_bytes(lambda: block(lambda y: stock(y, None, None, None, None, None), False))
+    plain = live_bytes(lambda: block(lambda y: pytorch(y, None, None, None, None, None), False))
     kept = live_bytes(lambda: block(lambda y: pair("relu", True, True)[1](y, None, None, None, None, None), True))
     assert plain > 1.9 * unit and kept < 1.1 * unit
 
@@ -109,12 +109,12 @@ class Block(torch.nn.Module):
 def test_rewritten_module(affine, running, traced):
     torch.manual_seed(0)
     net, x = Block(affine, running).double(), torch.randn(4, 3, 12, 12, dtype=torch.float64)
-    stock = torch.jit.trace(net, x) if traced else torch.jit.script(net)
-    new = tsmem.rewrite(stock)
+    pytorch = torch.jit.trace(net, x) if traced else torch.jit.script(net)
+    new = tsmem.rewrite(pytorch)
     assert "tsmem::instance_norm_act" in str(new.inlined_graph)
     for _ in range(4):
         results = []
-        for m in (stock, new):
+        for m in (pytorch, new):
             m.zero_grad()
             y = m(x)
             y.square().sum().backward()

@@ -76,7 +76,7 @@ class Case:
         return [out.detach(), *found, m, v]
 
 
-def stock(act, train, add=False, eps=1e-5, momentum=0.1):
+def pytorch(act, train, add=False, eps=1e-5, momentum=0.1):
     def f(x, w, b, m, v, z):
         n = torch.batch_norm(x, w, b, m, v, train, momentum, eps, True)
         return ACTS[act][1](n + z if add else n)
@@ -156,10 +156,10 @@ def test_a_gradient_that_nobody_holds_lends_its_memory(ops, act, train, add, dty
 @pytest.mark.parametrize("add", [False, True], ids=["plain", "add"])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("act", ACTS)
-def test_float64_equals_stock(ops, act, train, add):
+def test_float64_equals_pytorch(ops, act, train, add):
     for shape, layout in SHAPES:
         case = Case(shape, layout)
-        ours, theirs = case.run(fused(ops, act, train, add)), case.run(stock(act, train, add))
+        ours, theirs = case.run(fused(ops, act, train, add)), case.run(pytorch(act, train, add))
         assert ours[0].stride() == theirs[0].stride() and ours[1].stride() == theirs[1].stride()
         same(ours if add else ours[:4] + ours[5:], theirs if add else theirs[:4] + theirs[5:])
 
@@ -169,11 +169,11 @@ def test_float64_equals_stock(ops, act, train, add):
 ])  # fmt: skip
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("act", ACTS)
-def test_error_is_at_most_twice_stocks(ops, act, train, dtype, params):
+def test_error_is_at_most_twice_pytorchs(ops, act, train, dtype, params):
     for add, (shape, layout) in itertools.product([False, True], SHAPES[:4]):
         case = Case(shape, layout, dtype, params=params)
-        exact, ours = case.run(stock(act, train, add), torch.float64), case.run(fused(ops, act, train, add))
-        theirs = case.run(stock(act, train, add))
+        exact, ours = case.run(pytorch(act, train, add), torch.float64), case.run(fused(ops, act, train, add))
+        theirs = case.run(pytorch(act, train, add))
         if not add:
             exact, ours, theirs = exact[:4] + exact[5:], ours[:4] + ours[5:], theirs[:4] + theirs[5:]
         as_good(ours, theirs, exact)
@@ -186,7 +186,7 @@ def test_every_combination_of_requires_grad(ops, act):
             continue
         case = Case((3, 4, 5, 3), LAST, affine=affine, stats=stats)
         for needs in itertools.product([True, False], [True, False] if affine else [True], [True, False], [True, False] if add else [True]):
-            ours, theirs = (case.run(f, needs=needs) for f in (fused(ops, act, train, add), stock(act, train, add)))
+            ours, theirs = (case.run(f, needs=needs) for f in (fused(ops, act, train, add), pytorch(act, train, add)))
             if not add:
                 ours[4] = theirs[4] = None
             same(ours, theirs)
@@ -211,7 +211,7 @@ def test_no_elements_and_one_value(ops):
     for shape in [(0, 3, 4, 4), (2, 3, 0, 4), (1, 3, 1, 1)]:
         for train in (True, False):
             case = Case(shape)
-            same(case.run(fused(ops, "relu", train))[:4], case.run(stock("relu", train))[:4])
+            same(case.run(fused(ops, "relu", train))[:4], case.run(pytorch("relu", train))[:4])
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -248,9 +248,9 @@ def test_nan_and_infinity_in_statistics(ops):
         stats = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
         ours = fused(ops, "relu", True)(x, None, None, *stats[0], None)
         # The square of 1e30 is no float: PyTorch's float32 output there is 0, its float64 output is right.
-        theirs = stock("relu", True)(x.double(), None, None, *(t.double() for t in stats[1]), None).float() if value == 1e30 else None
+        theirs = pytorch("relu", True)(x.double(), None, None, *(t.double() for t in stats[1]), None).float() if value == 1e30 else None
         if theirs is None:
-            theirs = stock("relu", True)(x, None, None, *stats[1], None)
+            theirs = pytorch("relu", True)(x, None, None, *stats[1], None)
             same(stats[0], stats[1], rtol=1e-5)
         same([ours], [theirs], rtol=1e-5, atol=1e-6)
 
@@ -263,7 +263,7 @@ def test_statistics_of_large_means(ops, layout):
         x[0, :, :2] = 0  # the first values are far from the mean
         exact = x.double().var(dim=(0, 2, 3), unbiased=True), x.double().mean(dim=(0, 2, 3))
         errors = []
-        for f in (fused(ops, "identity", True, momentum=1.0), stock("identity", True, momentum=1.0)):
+        for f in (fused(ops, "identity", True, momentum=1.0), pytorch("identity", True, momentum=1.0)):
             m, v = torch.zeros(shape[1]), torch.ones(shape[1])
             f(x, None, None, m, v, None)
             errors.append([((v.double() - exact[0]) / exact[0]).abs().max().item(), ((m.double() - exact[1]) / exact[1]).abs().max().item()])
@@ -291,7 +291,7 @@ def test_strides(ops):
     for x, add in itertools.product(views, [False, True]):
         z = torch.randn(x.shape, dtype=torch.float64).contiguous(memory_format=LAST)
         results = []
-        for f in (fused(ops, "relu", True, add), stock("relu", True, add)):
+        for f in (fused(ops, "relu", True, add), pytorch("relu", True, add)):
             leaf, other = x.detach().requires_grad_(), z.clone(memory_format=torch.preserve_format).requires_grad_()
             out = f(leaf, None, None, None, None, other)
             assert out.shape == x.shape
@@ -389,6 +389,7 @@ def make_calls(ops):
         "batch_norm_act_stats": lambda x, w: ops.batch_norm_act_stats(x, w, None, None, None, True, 0.1, 1e-5, True, "relu", [])[0],
         "batch_norm_act_max_pool2d": lambda x, w: ops.batch_norm_act_max_pool2d(
             x, w, None, None, None, True, 0.1, 1e-5, True, "relu", [], [3, 3], [2, 2], [1, 1], [1, 1], False),
+        "instance_norm_act": lambda x, w: ops.instance_norm_act(x, w, None, None, None, True, 0.1, 1e-5, True, "relu", []),
         "mul_act": lambda x, w: ops.mul_act(torch.relu(x), w.view(-1, 1, 1), x, "relu", []),
         "conv_batch_norm_act": lambda x, w: ops.conv_batch_norm_act(
             x, w2.to(x.dtype), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, w, None, None, None, True, 0.1, 1e-5, True, "relu", [], False),
@@ -420,7 +421,7 @@ def test_meta_and_fake_tensors(ops):
                     fake.sum().backward()
 
 
-def test_functorch_and_forward_mode_take_the_stock_ops(ops):
+def test_functorch_and_forward_mode_take_the_pytorch_ops(ops):
     for name, f in make_calls(ops).items():
         x, w = torch.randn(2, 4, 6, 6, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
         loss = lambda x: f(x, w).square().sum()  # noqa: E731, B023
@@ -431,16 +432,16 @@ def test_functorch_and_forward_mode_take_the_stock_ops(ops):
         torch.testing.assert_close(directional, (torch.autograd.grad(loss(leaf), leaf)[0] * tangent).sum())
 
 
-def test_stocks_errors_stay(ops):
+def test_pytorchs_errors_stay(ops):
     x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
     bad = [(x, None, None, None, None, False), (x, c[:2], c, c, c, True), (x, c, c, c, None, True), (x, c.double(), c, c, c, True),
            (x.long(), None, None, None, None, True), (x, c, c, c[:1], c, True), (x.bfloat16(), c.bfloat16(), None, c, c, True)]  # fmt: skip
     for x, w, b, m, v, train in bad:
-        with pytest.raises(Exception) as stocks:
+        with pytest.raises(Exception) as pytorchs:
             F.batch_norm(x, m, v, w, b, train, 0.1, 1e-5) if m is None or v is not None else torch.batch_norm(x, w, b, m, v, train, 0.1, 1e-5, True)
-        with pytest.raises(type(stocks.value)) as ours:
+        with pytest.raises(type(pytorchs.value)) as ours:
             ops.batch_norm_act(x, w, b, m, v, train, 0.1, 1e-5, True, "relu", [])
-        assert str(ours.value).split("\n")[0] == str(stocks.value).split("\n")[0]
+        assert str(ours.value).split("\n")[0] == str(pytorchs.value).split("\n")[0]
     with pytest.raises(ValueError, match="no activation is named 'rely'"):
         ops.batch_norm_act(torch.randn(2, 3, 4, 4), None, None, None, None, True, 0.1, 1e-5, True, "rely", [])
 
@@ -463,7 +464,7 @@ def pooled(ops, act, train, pool):
     kernel, stride, padding, dilation, ceil = pool
     ours = lambda x, w, b, m, v, z: ops.batch_norm_act_max_pool2d(  # noqa: E731
         x, w, b, m, v, train, 0.1, 1e-5, True, act, ACTS[act][0], kernel, stride, padding, dilation, ceil)  # fmt: skip
-    theirs = lambda x, w, b, m, v, z: F.max_pool2d(stock(act, train)(x, w, b, m, v, z), kernel, stride, padding, dilation, ceil)  # noqa: E731
+    theirs = lambda x, w, b, m, v, z: F.max_pool2d(pytorch(act, train)(x, w, b, m, v, z), kernel, stride, padding, dilation, ceil)  # noqa: E731
     return ours, theirs
 
 
@@ -626,7 +627,7 @@ def test_mul_batch_norm_act(ops, train, affine):
 
             def f(x, w, b, m, v, z):
                 if not ours:  # noqa: B023
-                    return stock("silu", train)(x, w, b, m, v, z) * leaf  # noqa: B023
+                    return pytorch("silu", train)(x, w, b, m, v, z) * leaf  # noqa: B023
                 a, mean, invstd = ops.batch_norm_act_stats(x, w, b, m, v, train, 0.1, 1e-5, True, "silu", [])
                 return ops.mul_batch_norm_act(a, leaf, x, w, b, mean, invstd, "silu", [])  # noqa: B023
 
@@ -755,9 +756,9 @@ def test_autocast(ops):
     for result in (ours, normed):
         torch.testing.assert_close(result, theirs, rtol=2e-2, atol=2e-2)
     for other in (grads[0], grads[2]):
-        for mine, stocks in zip(other, grads[1]):
-            assert mine.dtype == stocks.dtype
-            torch.testing.assert_close(mine, stocks, rtol=0, atol=0.03 * stocks.abs().max().item())
+        for mine, pytorchs in zip(other, grads[1]):
+            assert mine.dtype == pytorchs.dtype
+            torch.testing.assert_close(mine, pytorchs, rtol=0, atol=0.03 * pytorchs.abs().max().item())
 
 
 def test_threads_give_the_same(ops):
@@ -785,7 +786,7 @@ def test_large_maps(ops, shape, layout, dtype):
     x, z, g = ((torch.randn(shape) + i).to(dtype).contiguous(memory_format=layout) for i in (1, 0, 0))
     for act, train, add in [("relu", True, False), ("relu", False, True), ("silu", True, False)]:
         results = []
-        for f, to, params in ((fused(ops, act, train, add), dtype, torch.float32), (stock(act, train, add), torch.float64, torch.float64)):
+        for f, to, params in ((fused(ops, act, train, add), dtype, torch.float32), (pytorch(act, train, add), torch.float64, torch.float64)):
             leaf = x.to(to, copy=True).requires_grad_()
             w, b, m, v = (torch.linspace(*ends, shape[1], dtype=params) for ends in ((0.5, 1.5), (-1, 1), (0, 1), (1, 2)))
             out = f(leaf, w.requires_grad_(), b.requires_grad_(), m, v, z.to(to))
@@ -844,9 +845,9 @@ def test_strides_of_tensors_that_are_contiguous_and_channels_last(ops):
             for training in (True, False):
                 bn = (None, None, torch.zeros(channels), torch.ones(channels), training, 0.1, 1e-5, True)
                 norm = torch.ops.aten.batch_norm(x, *bn)
-                for ours, stock in (
+                for ours, pytorch in (
                     (ops.batch_norm_act(x, *bn, "silu", []), silu(norm)),
                     (ops.batch_norm_add_act(x, *bn, x, "silu", []), silu(norm + x)),
                 ):
-                    assert ours.stride() == stock.stride(), (shape, strides)
-                    torch.testing.assert_close(ours, stock)
+                    assert ours.stride() == pytorch.stride(), (shape, strides)
+                    torch.testing.assert_close(ours, pytorch)

@@ -1,6 +1,6 @@
 """Memory that runs out: a step of every op and of small rewritten models, in which the n-th request for memory is refused, for every n.
 
-Each time: an ordinary exception, nothing leaked, nothing left changed that stock would not have changed, and the next step gives the very same bits.
+Each time: an ordinary exception, nothing leaked, nothing left changed that PyTorch would not have changed, and the next step gives the very same bits.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ class Step:
 
 
 def forget_failed_pass():
-    """What was ready to run when a pass failed stays in the queue of this thread, in stock as well, until its next pass."""
+    """What was ready to run when a pass failed stays in the queue of this thread, in PyTorch as well, until its next pass."""
     torch.ones((), requires_grad=True).square().backward()
 
 
@@ -178,7 +178,7 @@ def exhaust(faults, step, twice=True):
         return
     try:
         expected = step.twice()
-    except RuntimeError as error:  # by our name, or as stock where an op left its gradient to PyTorch's
+    except RuntimeError as error:  # by our name, or as PyTorch where an op left its gradient to PyTorch's
         assert "second derivatives are not supported" in str(error) or "is not implemented" in str(error)
         return
     refuse_each(faults, step.twice, expected)
@@ -336,7 +336,7 @@ def rewritten(module, **options):
 
 def whole(model, inputs, context=contextlib.nullcontext):
     leaves = [*[x for x in inputs if x.requires_grad], *model.parameters()]
-    # Not num_batches_tracked: it is counted before the norm runs, by stock as well.
+    # Not num_batches_tracked: it is counted before the norm runs, by PyTorch as well.
     return Step(model, inputs, leaves, [b for b in model.buffers() if b.is_floating_point()], context)
 
 

@@ -39,11 +39,11 @@ def inputs(d, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", (1, 2, 3))
-def test_equals_stock(d, dtype):
+def test_equals_pytorch(d, dtype):
     for x in inputs(d, dtype):
         for window in WINDOWS:
-            ours, stock = pair(d, *window)
-            expected = run(stock, x)
+            ours, pytorch = pair(d, *window)
+            expected = run(pytorch, x)
             assert_equal(run(ours, x), expected)
             with torch.no_grad():
                 assert_equal([ours(x)], expected[:1])
@@ -51,24 +51,24 @@ def test_equals_stock(d, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", (1, 2, 3))
-def test_adaptive_equals_stock(d, dtype):
+def test_adaptive_equals_pytorch(d, dtype):
     for x in inputs(d, dtype):
         for size in (1, 2, 5):
-            ours, stock = adaptive(d, size)
-            assert_equal(run(ours, x), run(stock, x))
+            ours, pytorch = adaptive(d, size)
+            assert_equal(run(ours, x), run(pytorch, x))
 
 
 @pytest.mark.parametrize("d,kernel,dtype", [(1, 256, torch.uint8), (1, 257, torch.uint16), (2, 16, torch.uint8), (2, 17, torch.uint16),
                                             (2, 257, torch.uint32), (3, 6, torch.uint8), (3, 7, torch.uint16)])
 def test_position_width(d, kernel, dtype):
     x = torch.randn([1, 2] + [kernel + 3] * d).requires_grad_()
-    ours, stock = pair(d, kernel, 2, 0, 1, False)
-    assert_equal(run(ours, x), run(stock, x))
+    ours, pytorch = pair(d, kernel, 2, 0, 1, False)
+    assert_equal(run(ours, x), run(pytorch, x))
     (kept,), y = saved(lambda: ours(x))
     assert kept.dtype == dtype and kept.shape == y.shape
-    ours, stock = adaptive(d, 1)
+    ours, pytorch = adaptive(d, 1)
     z = torch.randn([1, 2] + [kernel] * d).requires_grad_()
-    assert_equal(run(ours, z), run(stock, z))
+    assert_equal(run(ours, z), run(pytorch, z))
     (kept,), _ = saved(lambda: ours(z))
     assert kept.dtype == dtype
 
@@ -92,19 +92,19 @@ def test_gradcheck(d):
 @pytest.mark.parametrize("d", (1, 2, 3))
 def test_gradient_layouts(d):
     x = torch.randn([2, 3] + [9] * d).requires_grad_()
-    ours, stock = pair(d, 3, 2, 1, 1, False)
-    y = stock(x).detach()
+    ours, pytorch = pair(d, 3, 2, 1, 1, False)
+    y = pytorch(x).detach()
     for z in (x, channels_last(x.detach()).requires_grad_()):
         for g in (channels_last(torch.randn(y.shape)), torch.ones(1).expand(y.shape), torch.stack((y, y), -1)[..., 0]):
-            assert_equal(run(ours, z, cotangent=g), run(stock, z, cotangent=g))
+            assert_equal(run(ours, z, cotangent=g), run(pytorch, z, cotangent=g))
 
 
 @pytest.mark.parametrize("d", (1, 2, 3))
 def test_meta_fake_autocast(d):
     from torch._subclasses.fake_tensor import FakeTensorMode
-    for (ours, stock), layout in ((p, f) for p in (pair(d, 3, 2, 1, 1, False), adaptive(d, 2)) for f in (lambda x: x, channels_last)):
+    for (ours, pytorch), layout in ((p, f) for p in (pair(d, 3, 2, 1, 1, False), adaptive(d, 2)) for f in (lambda x: x, channels_last)):
         x = layout(torch.randn([2, 3] + [9] * d))
-        expected, _ = run(stock, x.clone().requires_grad_())
+        expected, _ = run(pytorch, x.clone().requires_grad_())
         meta = x.to("meta").requires_grad_()
         y = ours(meta)
         y.backward(torch.empty_like(expected, device="meta"))
@@ -117,11 +117,11 @@ def test_meta_fake_autocast(d):
         with torch.autocast("cpu", torch.bfloat16):
             for dtype in DTYPES:
                 z = x.clone().to(dtype).requires_grad_()
-                assert_equal(run(ours, z), run(stock, z))
+                assert_equal(run(ours, z), run(pytorch, z))
 
 
 @pytest.mark.parametrize("d", (1, 2, 3))
-def test_errors_are_stocks(d):
+def test_errors_are_pytorchs(d):
     x = torch.randn([2, 3] + [5] * d, requires_grad=True)
     for args in ([0] * d,), ([3] * d, [0] * d), ([3] * d, [1] * d, [2] * d), ([3] * d, [1] * d, [0] * d, [0] * d), ([9] * d,), ([3] * (d + 1),):
         with pytest.raises(RuntimeError) as expected:
@@ -145,22 +145,22 @@ def test_in_place_after_and_scripted():
         assert_equal(run(f, x), run(lambda z: torch.relu_(torch.max_pool2d(z * 2.0, 3, 2, 1)), x))
 
 
-def test_other_inputs_take_stock():
+def test_other_inputs_take_pytorch():
     x = torch.randn(2, 3, 8, 8)
-    ours, stock = pair(2, 2, 2, 0, 1, False)
-    assert_equal(list(torch.func.jvp(ours, (x,), (x,))), list(torch.func.jvp(stock, (x,), (x,))))
-    assert_equal([torch.func.grad(lambda z: ours(z).sum())(x)], [torch.func.grad(lambda z: stock(z).sum())(x)])
-    assert_equal([torch.vmap(ours)(x)], [torch.vmap(stock)(x)])
+    ours, pytorch = pair(2, 2, 2, 0, 1, False)
+    assert_equal(list(torch.func.jvp(ours, (x,), (x,))), list(torch.func.jvp(pytorch, (x,), (x,))))
+    assert_equal([torch.func.grad(lambda z: ours(z).sum())(x)], [torch.func.grad(lambda z: pytorch(z).sum())(x)])
+    assert_equal([torch.vmap(ours)(x)], [torch.vmap(pytorch)(x)])
     integers = torch.randint(0, 9, (2, 3, 8, 8))
-    assert torch.equal(ours(integers), stock(integers))
+    assert torch.equal(ours(integers), pytorch(integers))
 
 
 @pytest.mark.parametrize("d", (1, 2, 3))
 def test_positions_may_come_back_in_another_layout(d):
     """As torch.autograd.graph.save_on_cpu(pin_memory=True) gives them back."""
-    ours, stock = pair(d, 3, 2, 1, 1, False)
+    ours, pytorch = pair(d, 3, 2, 1, 1, False)
     x = channels_last(torch.randn(2, 16, *(9, 8, 7)[:d])).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t):
         y = ours(x)
     (found,) = torch.autograd.grad(y.square().sum(), x)
-    torch.testing.assert_close(found, torch.autograd.grad(stock(x).square().sum(), x)[0])
+    torch.testing.assert_close(found, torch.autograd.grad(pytorch(x).square().sum(), x)[0])

@@ -44,12 +44,12 @@ def test_prelu(shape, dtype, recompute):
             truth = exact(x, slopes, cotangent)
             for wants in ((True, True), (True, False), (False, True)):
                 inputs = [t.detach().requires_grad_(want) for t, want in zip((x, slopes), wants)]
-                ours, stock = (run(f, *inputs, cotangent=cotangent) for f in (lambda x, w: ops.prelu(x, w, recompute), A.prelu))
-                assert_equal(ours[:1], stock[:1])
-                for got, theirs, true in zip(ours[1:], stock[1:], [t for t, want in zip(truth[1:], wants) if want]):
+                ours, pytorch = (run(f, *inputs, cotangent=cotangent) for f in (lambda x, w: ops.prelu(x, w, recompute), A.prelu))
+                assert_equal(ours[:1], pytorch[:1])
+                for got, theirs, true in zip(ours[1:], pytorch[1:], [t for t, want in zip(truth[1:], wants) if want]):
                     assert got.dtype == theirs.dtype and got.shape == theirs.shape
                     error, allowed = ((t.double() - true).norm() for t in (got, theirs))
-                    # In float64 the truth is summed in stock's order.
+                    # In float64 the truth is summed in PyTorch's order.
                     assert error <= 2 * allowed + max(2 * torch.finfo(dtype).eps, 1e-12) * true.norm()
 
 
@@ -59,9 +59,9 @@ def test_prelu_borders_and_gradients_in_any_layout(last):
     x = borders.repeat_interleave(64).view(1, 3, -1, 4)
     x, w = (channels_last(x) if last else x).requires_grad_(), torch.tensor([0.1, 0.2, -0.3], requires_grad=True)
     for g in (torch.randn(x.shape), channels_last(torch.randn(x.shape)), torch.ones(1).expand(x.shape), torch.full(x.shape, float("inf"))):
-        ours, stock = (run(f, x, w, cotangent=g) for f in (ops.prelu, A.prelu))
-        assert_equal(ours[:2], stock[:2], layout=False)
-        torch.testing.assert_close(ours[2], stock[2], equal_nan=True)
+        ours, pytorch = (run(f, x, w, cotangent=g) for f in (ops.prelu, A.prelu))
+        assert_equal(ours[:2], pytorch[:2], layout=False)
+        torch.testing.assert_close(ours[2], pytorch[2], equal_nan=True)
 
 
 def test_prelu_errors_are_pytorchs():
@@ -130,9 +130,9 @@ def test_second_derivatives_or_their_refusal():
 def test_autocast_is_pytorchs(dtype):
     x, w = torch.randn(2, 3, 8).to(dtype).requires_grad_(), torch.rand(3).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        ours, stock = ops.prelu(x, w, 1), A.prelu(x, w) if dtype != torch.float64 else None
-    if stock is not None:
-        assert_equal([ours], [stock])
+        ours, pytorch = ops.prelu(x, w, 1), A.prelu(x, w) if dtype != torch.float64 else None
+    if pytorch is not None:
+        assert_equal([ours], [pytorch])
 
     @torch.jit.script
     def scripted(x, w):
@@ -141,7 +141,7 @@ def test_autocast_is_pytorchs(dtype):
     if dtype == torch.float32:
         for _ in range(4):
             with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(scripted(x, w), stock)
+                assert torch.equal(scripted(x, w), pytorch)
 
 
 def test_scripted_vmap_and_jvp():
@@ -153,10 +153,10 @@ def test_scripted_vmap_and_jvp():
     for result in calls(lambda x: f(x, w), x):
         assert_equal(result, run(lambda x: A.prelu(x * 2.0, w) + A.glu(torch.cat([x, x], 1), 1), x))
     batch = torch.randn(5, 2, 4, 6)
-    for ours, stock in ((lambda t: ops.prelu(t, w, 1), lambda t: A.prelu(t, w)), (lambda t: ops.glu(t, 1, 1), lambda t: A.glu(t, 1))):
-        assert_equal([torch.vmap(ours)(batch)], [torch.vmap(stock)(batch)])
+    for ours, pytorch in ((lambda t: ops.prelu(t, w, 1), lambda t: A.prelu(t, w)), (lambda t: ops.glu(t, 1, 1), lambda t: A.glu(t, 1))):
+        assert_equal([torch.vmap(ours)(batch)], [torch.vmap(pytorch)(batch)])
         tangent = torch.randn(batch[0].shape)
-        assert_equal(list(torch.func.jvp(ours, (batch[0],), (tangent,))), list(torch.func.jvp(stock, (batch[0],), (tangent,))))
+        assert_equal(list(torch.func.jvp(ours, (batch[0],), (tangent,))), list(torch.func.jvp(pytorch, (batch[0],), (tangent,))))
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
@@ -179,7 +179,7 @@ def test_glu_keeps_its_input():
     def twice(r):
         return ops.conv1d(ops.glu(ops.conv1d(ops.glu(x * 1.0, 1, r), w), 1, r), w).mean()
 
-    unit = x.numel() * 4  # stock: the argument of each glu, and half of one for each convolution
+    unit = x.numel() * 4  # PyTorch: the argument of each glu, and half of one for each convolution
     assert live_bytes(lambda: twice(1)) < 2.05 * unit and live_bytes(lambda: twice(0)) > 2.95 * unit
     for a, e in zip(*(torch.autograd.grad(twice(r), [x, w]) for r in (1, 0))):
         assert torch.equal(a, e)

@@ -313,7 +313,7 @@ def test_parameter_changed_in_place(which):
 
 
 def test_sources_changed_in_place_have_a_sentence_of_their_own():
-    """What stock would have copied has PyTorch's words and ours; what stock keeps as well has PyTorch's alone."""
+    """What PyTorch would have copied has PyTorch's words and ours; what PyTorch keeps as well has PyTorch's alone."""
     ours = "tsmem: a source of a recomputed tensor was changed in place"
     for changed, said in ((1, True), (3, False)):
         p = parameters()
@@ -430,12 +430,12 @@ def test_gradients_that_others_hold_are_left_alone():
         assert torch.equal(seen[0], kept) and torch.equal(other.grad, kept)
         return [z.grad, other.grad]
 
-    stock_z = torch.nn.functional.relu(torch.nn.functional.batch_norm(torch.nn.functional.conv2d(x, p[0], None, 1, 1), None, None, p[1], p[2], True))
-    stock_z.retain_grad()
-    out = torch.nn.functional.relu(torch.nn.functional.batch_norm(torch.nn.functional.conv2d(stock_z, p[3], None, 1, 1), None, None, p[4], p[5], True) + stock_z)
+    pytorch_z = torch.nn.functional.relu(torch.nn.functional.batch_norm(torch.nn.functional.conv2d(x, p[0], None, 1, 1), None, None, p[1], p[2], True))
+    pytorch_z.retain_grad()
+    out = torch.nn.functional.relu(torch.nn.functional.batch_norm(torch.nn.functional.conv2d(pytorch_z, p[3], None, 1, 1), None, None, p[4], p[5], True) + pytorch_z)
     out.backward(torch.arange(out.numel(), dtype=torch.float64).view_as(out) % 7)
     for r in (False, True):
-        torch.testing.assert_close(run(r)[0], stock_z.grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(run(r)[0], pytorch_z.grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("act,args", (("leaky_relu", [0.1]), ("relu", []), ("silu", []), ("identity", [])))
@@ -493,14 +493,14 @@ def test_linear(shape, bias, dtype):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 def test_layer_and_group_norm(affine, dtype):
     torch.manual_seed(0)
-    for op, stock, shape, argument, c in (
+    for op, pytorch, shape, argument, c in (
         (ops.layer_norm, torch.nn.functional.layer_norm, (2, 6, 8), [8], (8,)),
         (ops.layer_norm, torch.nn.functional.layer_norm, (2, 6, 8), [6, 8], (6, 8)),
         (ops.group_norm, torch.nn.functional.group_norm, (2, 6, 5, 3), 3, (6,)),
     ):
         x = torch.randn(shape).to(dtype).requires_grad_()
         w, b = (torch.randn(c).to(dtype).requires_grad_() if affine else None for _ in range(2))
-        outs = [op(x, argument, w, b, 1e-5, True, True), stock(x, argument, w, b, 1e-5)]
+        outs = [op(x, argument, w, b, 1e-5, True, True), pytorch(x, argument, w, b, 1e-5)]
         assert torch.equal(*outs)
         cotangent = torch.randn_like(outs[0])
         wanted = [t for t in (x, w, b) if t is not None]
@@ -857,7 +857,7 @@ def test_parameter_of_an_expensive_chain_changed_in_place(which):
 @pytest.mark.parametrize("kind", ("leaf", "computed"))
 @pytest.mark.parametrize("op", ("conv", "linear"))
 def test_bias_changed_in_place(op, kind):
-    """No op keeps its bias, so stock backward would not mind. One that runs again minds, or its output is not made of the new one."""
+    """No op keeps its bias, so PyTorch's backward would not mind. One that runs again minds, or its output is not made of the new one."""
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
     gradient = []
     for r in (0, 1):

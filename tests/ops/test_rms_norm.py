@@ -12,7 +12,7 @@ def ours(*shape, eps=None, again=1):
     return lambda x, w=None: torch.ops.tsmem.rms_norm(x, shape, w, eps, again)
 
 
-def stock(*shape, eps=None):
+def pytorch(*shape, eps=None):
     return lambda x, w=None: F.rms_norm(x, shape, w, eps)
 
 
@@ -25,26 +25,26 @@ def close(got, want, dtype, factor=4):
 
 @pytest.mark.parametrize("again", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_stock(ops, dtype, again):
+def test_equals_pytorch(ops, dtype, again):
     for sizes, lead in (((3, 5, 8), 2), ((4, 6), 1), ((2, 3, 4, 5), 2), ((7,), 0), ((300, 513), 1)):
         x, shape = torch.randn(sizes).to(dtype), sizes[lead:]
         weight = (torch.rand(shape) + 0.5).to(dtype)
         for needs, eps in itertools.product(itertools.product((False, True), repeat=2), (None, 1e-3)):
             given = [t.detach().requires_grad_(n) for t, n in zip((x, weight), needs)]
-            close(run(ours(*shape, eps=eps, again=again), *given), run(stock(*shape, eps=eps), *given), dtype, 40)
+            close(run(ours(*shape, eps=eps, again=again), *given), run(pytorch(*shape, eps=eps), *given), dtype, 40)
         alone = x.detach().requires_grad_()
-        close(run(ours(*shape, again=again), alone), run(stock(*shape), alone), dtype, 40)
+        close(run(ours(*shape, again=again), alone), run(pytorch(*shape), alone), dtype, 40)
 
 
-def test_float64_and_float32_are_as_near_as_stocks(ops):
+def test_float64_and_float32_are_as_near_as_pytorchs(ops):
     x, weight = torch.randn(200, 768, dtype=torch.float64), torch.rand(768, dtype=torch.float64) + 0.5
-    exact = run(stock(768), x.requires_grad_(), weight.requires_grad_())
+    exact = run(pytorch(768), x.requires_grad_(), weight.requires_grad_())
     for g, e in zip(run(ours(768, eps=torch.finfo(torch.float64).eps), x, weight), exact, strict=True):
         assert (g - e).norm() < 1e-12 * e.norm()
     for dtype in (torch.float32, torch.bfloat16):
         low = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-        exact = run(stock(768, eps=1e-6), *(t.detach().double().requires_grad_() for t in low))
-        got, theirs = (run(f(768, eps=1e-6), *low) for f in (ours, stock))
+        exact = run(pytorch(768, eps=1e-6), *(t.detach().double().requires_grad_() for t in low))
+        got, theirs = (run(f(768, eps=1e-6), *low) for f in (ours, pytorch))
         for g, s, e in zip(got, theirs, exact, strict=True):
             assert (g.double() - e).norm() <= 1.2 * (s.double() - e).norm()
 
@@ -53,12 +53,12 @@ def test_layouts(ops):
     x = torch.randn(2, 6, 4, 8, dtype=torch.float64)
     for t in (x, channels_last(x), x.transpose(1, 2), x[:, ::2], x[:, :0], x.expand(2, 6, 4, 8)):
         t = t.detach().requires_grad_()
-        got, want = run(ours(8), t), run(stock(8), t)
+        got, want = run(ours(8), t), run(pytorch(8), t)
         assert got[0].stride() == want[0].stride()
         close(got, want, torch.float64, 40)
     low = torch.randn(4, 8).bfloat16().requires_grad_()
     weight = torch.ones(8, requires_grad=True)
-    assert_equal([t.float() for t in run(ours(8), low, weight)], [t.float() for t in run(stock(8), low, weight)])
+    assert_equal([t.float() for t in run(ours(8), low, weight)], [t.float() for t in run(pytorch(8), low, weight)])
 
 
 def test_what_is_kept(ops):
@@ -69,11 +69,11 @@ def test_what_is_kept(ops):
     assert not ours(8)(x.detach(), w.detach()).requires_grad
 
 
-def test_errors_are_stocks(ops):
+def test_errors_are_pytorchs(ops):
     x = torch.randn(3, 8, requires_grad=True)
     for f in ((lambda n: n(7)(x)), (lambda n: n()(x)), (lambda n: n(8)(x, torch.ones(3))), (lambda n: n(3, 3, 8)(x))):
         with pytest.raises(Exception) as theirs:
-            f(stock)
+            f(pytorch)
         with pytest.raises(theirs.type) as own:
             f(ours)
         assert str(own.value) == str(theirs.value)
@@ -108,8 +108,8 @@ def test_scripted_autocast_meta_and_vmap(ops):
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 close(run(own, y), run(theirs, y), torch.bfloat16)
-                close(run(ours(8), y), run(stock(8), y), torch.bfloat16)
+                close(run(ours(8), y), run(pytorch(8), y), torch.bfloat16)
     m = x.detach().to("meta").requires_grad_()
     y = ours(8)(m)
     assert y.shape == m.shape and torch.autograd.grad(y.sum(), m)[0].shape == m.shape
-    torch.testing.assert_close(torch.vmap(ours(8))(x.detach()[None]), stock(8)(x.detach()[None]))
+    torch.testing.assert_close(torch.vmap(ours(8))(x.detach()[None]), pytorch(8)(x.detach()[None]))

@@ -25,27 +25,27 @@ CASES = pytest.mark.parametrize("name,d,args", list(cases()))
 
 
 def pair(name, args):
-    stock = getattr(torch.ops.aten, name)
-    return (lambda x: getattr(torch.ops.tsmem, name)(x, *args)), (lambda x: stock(x, *args))
+    pytorch = getattr(torch.ops.aten, name)
+    return (lambda x: getattr(torch.ops.tsmem, name)(x, *args)), (lambda x: pytorch(x, *args))
 
 
 @CASES
-def test_equals_stock(name, d, args):
-    ours, stock = pair(name, args)
+def test_equals_pytorch(name, d, args):
+    ours, pytorch = pair(name, args)
     for dtype in DTYPES:
         for shape in ((2, 3), (1, 1), (0, 3) if name != "pad" else (3, 2)):
             x = torch.randn([*shape, *(7, 6, 5)[:d]]).to(dtype)
             for z in (x, channels_last(x), torch.stack((x, x), -1)[..., 0], *(x[:1].unbind())):
                 try:
-                    expected = run(stock, z.requires_grad_())
-                except RuntimeError as error:  # an empty batch, or a dtype that stock does not take
+                    expected = run(pytorch, z.requires_grad_())
+                except RuntimeError as error:  # an empty batch, or a dtype that PyTorch does not take
                     with pytest.raises(RuntimeError) as raised:
                         run(ours, z)
                     assert str(raised.value).splitlines()[0] == str(error).splitlines()[0]
                     continue
                 assert_equal(run(ours, z), expected)
                 g = torch.ones(1, dtype=dtype).expand(expected[0].shape)
-                assert_equal(run(ours, z, cotangent=g), run(stock, z, cotangent=g))
+                assert_equal(run(ours, z, cotangent=g), run(pytorch, z, cotangent=g))
 
 
 @CASES
@@ -67,10 +67,10 @@ def test_gradcheck(name, d, args):
 @CASES
 def test_meta_fake_autocast(name, d, args):
     from torch._subclasses.fake_tensor import FakeTensorMode
-    ours, stock = pair(name, args)
+    ours, pytorch = pair(name, args)
     x = torch.randn([2, 3] + [7] * d)
     meta = x.to("meta").requires_grad_()
-    expected = run(stock, x.clone().requires_grad_())
+    expected = run(pytorch, x.clone().requires_grad_())
     run(ours, meta, cotangent=torch.empty_like(expected[0], device="meta"))
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x).requires_grad_()
@@ -79,10 +79,10 @@ def test_meta_fake_autocast(name, d, args):
     with torch.autocast("cpu", torch.bfloat16):
         for dtype in DTYPES:
             z = x.clone().to(dtype).requires_grad_()
-            assert_equal(run(ours, z), run(stock, z))
+            assert_equal(run(ours, z), run(pytorch, z))
 
 
-def test_errors_are_stocks():
+def test_errors_are_pytorchs():
     x = torch.randn(2, 3, 5, 5, requires_grad=True)
     for name, args in (("avg_pool2d", ([9, 9],)), ("avg_pool2d", ([3, 3], [1, 1], [2, 2])), ("reflection_pad2d", ([9, 9, 1, 1],)),
                        ("reflection_pad1d", ([1, 1],)), ("adaptive_avg_pool2d", ([2, 2, 2],)), ("pad", ([1], "reflect")),
@@ -94,8 +94,8 @@ def test_errors_are_stocks():
         assert str(actual.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
-def test_stock_keeps_sizes_only_where_there_is_no_op():
-    """Why upsample_*, mean and interpolate have no op of ours: were stock to start keeping tensors, this would tell."""
+def test_pytorch_keeps_sizes_only_where_there_is_no_op():
+    """Why upsample_*, mean and interpolate have no op of ours: were PyTorch to start keeping tensors, this would tell."""
     x = {d: torch.randn([2, 3] + [6] * d, requires_grad=True) for d in (1, 2, 3)}
     modes = [(d, m, {}) for d in (1, 2, 3) for m in ("nearest", "nearest-exact")]
     modes += [(1, "linear", {}), (2, "bilinear", {}), (2, "bicubic", {}), (3, "trilinear", {})]

@@ -33,10 +33,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(ops, name):
-    ours, stock = CASES[name]
+    ours, pytorch = CASES[name]
     x = torch.randn(3, 2, 3, 4, 4)
-    assert_equal([torch.func.vmap(lambda t: ours(ops, t))(x)], [torch.func.vmap(stock)(x)], layout=False)
-    g = [torch.func.vmap(torch.func.grad(lambda t, f=f: f(t).sin().sum()))(x) for f in (lambda t: ours(ops, t), stock)]
+    assert_equal([torch.func.vmap(lambda t: ours(ops, t))(x)], [torch.func.vmap(pytorch)(x)], layout=False)
+    g = [torch.func.vmap(torch.func.grad(lambda t, f=f: f(t).sin().sum()))(x) for f in (lambda t: ours(ops, t), pytorch)]
     torch.testing.assert_close(*g)
 
 

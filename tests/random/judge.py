@@ -114,7 +114,7 @@ def drawn_otherwise(a: List[Record], b: List[Record]) -> Dict[str, float]:
     return {f"call {i + 1}: generator": 1.0 for i, (x, y) in enumerate(zip(a, b)) if "generator" in x and "generator" in y and not torch.equal(x["generator"], y["generator"])}
 
 
-# Stock takes their constants as float32 in some of its derivatives, tsmem never does: docs/troubleshooting.md.
+# PyTorch takes their constants as float32 in some of its derivatives, tsmem never does: docs/troubleshooting.md.
 FLOAT32_CONSTANTS = re.compile(r"[hH]ardsigmoid|[lL]eaky_?[rR]e[lL][uU]_?\(.*0\.1|[cC][eE][lL][uU]|[sS][eE][lL][uU]")
 
 
@@ -184,9 +184,9 @@ def too_far(o: Original, records: List[Record], reference: List[Record]) -> Dict
     eps = step.EPS[resolution(o)]
     if step.raised(exact):
         return {k: e for k, e in apart.items() if e > 64 * eps}
-    ours, stocks = step.errors(exact, records), step.errors(exact, reference)
+    ours, pytorchs = step.errors(exact, records), step.errors(exact, reference)
     # A tensor that has no float64 twin is held against the original.
-    return {k: e for k, e in apart.items() if e > 0 and (ours.get(k, e) > 3 * stocks.get(k, 0.0) + 4 * eps)}
+    return {k: e for k, e in apart.items() if e > 0 and (ours.get(k, e) > 3 * pytorchs.get(k, 0.0) + 4 * eps)}
 
 
 def differences(o: Original, records: List[Record], reference: List[Record]) -> List[str]:

@@ -4,14 +4,14 @@
 
 #include <vector>
 
-#include "rewriter/stays/kept_tensors.h"
+#include "rewriter/stays/saved_tensors.h"
 #include "tsmem/profile.h"
 
 namespace tsmem {
 
 // Runs forward once, of a module that has not run yet: from its second call on its operators may have forgotten where
 // they come from. Its state is put back.
-std::vector<KeptTensor> kept_bytes(torch::jit::Module& module, const std::vector<c10::IValue>& inputs,
-                                   const StepOptions& options);
+std::vector<SavedTensor> saved_tensors_of_step(torch::jit::Module& module, const std::vector<c10::IValue>& inputs,
+                                               const StepOptions& options);
 
 }  // namespace tsmem

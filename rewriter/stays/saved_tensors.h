@@ -11,9 +11,9 @@
 
 namespace tsmem {
 
-// A tensor that is kept, or several of one operator, by what makes it and by the first operator, in forward's order,
+// A saved tensor, or several of one operator, by what makes it and by the first operator, in forward's order,
 // whose backward needs it.
-struct KeptTensor {
+struct SavedTensor {
   std::string op, module, keeper, keeper_module;
   std::optional<int64_t> bytes;  // measured
   bool unknown = false;          // nothing is known of what the operator keeps
@@ -22,7 +22,7 @@ struct KeptTensor {
 // Of a method of `module`, where the bodies of the methods that it calls are those that `body_of` gives. Parameters,
 // buffers, arguments and statistics of norms don't count. Gradients flow as requires_grad of the parameters says, from
 // the arguments where no parameter needs one.
-std::vector<KeptTensor> kept_tensors(const torch::jit::Module& module, const Graph& method, const BodyOf& body_of);
+std::vector<SavedTensor> saved_tensors(const torch::jit::Module& module, const Graph& method, const BodyOf& body_of);
 
 // Whether a parameter of the module needs a gradient; where none does, the arguments do.
 bool trains(const torch::jit::Module& module);

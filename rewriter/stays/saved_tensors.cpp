@@ -1,4 +1,4 @@
-#include "rewriter/stays/kept_tensors.h"
+#include "rewriter/stays/saved_tensors.h"
 
 #include <torch/csrc/jit/ir/constants.h>
 
@@ -51,9 +51,9 @@ bool gives_argument(const Node* n, size_t output, size_t& argument) {
   return false;
 }
 
-class KeptTensors {
+class GraphAccount {
  public:
-  KeptTensors(const Module& module, const View& view) : module_(module), view_(view) {
+  GraphAccount(const Module& module, const View& view) : module_(module), view_(view) {
     inputs_need_grad_ = !trains(module);
     // Twice: what a loop's body makes goes into its next round.
     for (const bool last : {false, true}) {
@@ -62,7 +62,7 @@ class KeptTensors {
     }
   }
 
-  std::vector<KeptTensor> kept;
+  std::vector<SavedTensor> tensors;
 
  private:
   const Module& module_;
@@ -70,7 +70,7 @@ class KeptTensors {
   bool inputs_need_grad_ = false, needs_grad_anything_ = false;
   int no_grad_ = 0;
   std::unordered_map<const Value*, bool> needs_grad_;
-  std::unordered_set<const Value*> known_;  // kept already
+  std::unordered_set<const Value*> known_;  // counted already
   std::unordered_map<const Value*, std::unordered_set<const Value*>> made_;
 
   std::string module_of(const Node* n) const {
@@ -126,11 +126,11 @@ class KeptTensors {
       const FunctionSchema* schema = n->maybeSchema();
       const bool is_view = schema && gives_argument(n, 0, argument);
       const bool is_container = n->kind() == aten::__getitem__ || n->kind() == aten::append || n->kind() == aten::list;
-      if (!is_view && !is_container) kept.push_back({op, module_of(n), op, module_of(n), {}, true});
+      if (!is_view && !is_container) tensors.push_back({op, module_of(n), op, module_of(n), {}, true});
       return;
     }
     if (op == "tsmem::act") saved = of_activation(n);
-    if (saved->internals) kept.push_back({op, module_of(n), op, module_of(n), {}});
+    if (saved->internals) tensors.push_back({op, module_of(n), op, module_of(n), {}});
     const FunctionSchema* schema = n->maybeSchema();
     for (size_t i = 0; schema && i < schema->arguments().size() && i < n->inputs().size(); ++i) {
       const std::string& name = schema->arguments()[i].name();
@@ -206,9 +206,9 @@ class KeptTensors {
         if (!known_.insert(value).second) continue;
         for (const Value* in : maker->inputs())
           if (holds_tensors(in->type())) need(in, keeper);
-      } else if (!kept_.count(value)) {
-        kept_.insert(value);
-        kept.push_back(
+      } else if (!counted_.count(value)) {
+        counted_.insert(value);
+        tensors.push_back(
             {maker->kind().toQualString(), module_of(maker), keeper->kind().toQualString(), module_of(keeper), {}});
       }
     }
@@ -270,17 +270,17 @@ class KeptTensors {
     return owner.hasattr(name) && owner.attr(name).isInt() && RecomputeArgument(owner.attr(name).toInt()).recomputes();
   }
 
-  std::unordered_set<const Value*> kept_;
+  std::unordered_set<const Value*> counted_;
 };
 
 }  // namespace
 
-std::vector<KeptTensor> kept_tensors(const Module& module, const Graph& method, const BodyOf& body_of) {
+std::vector<SavedTensor> saved_tensors(const Module& module, const Graph& method, const BodyOf& body_of) {
   Scopes scopes;
   View view = copy_graph(
       method, scopes, [](const Scope*) { return true; }, body_of);
   remove_dead_code(view, UnusedNorms::go);
-  return KeptTensors(module, view).kept;
+  return GraphAccount(module, view).tensors;
 }
 
 bool trains(const Module& module) {
