@@ -287,6 +287,30 @@ class DropoutInPlaceOfWhatIsNotUsed(nn.Module):
         return x * 2.0 + both
 
 
+class NormAndDeadDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.var, self.dropout = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.ones(4)), nn.Dropout2d(0.3, inplace=True)
+
+    def forward(self, x):
+        unused = self.dropout(F.batch_norm(x, self.mean, self.var))
+        return x, x
+
+
+class DeadDropoutInALoop(nn.Module):
+    """TorchScript takes the dropout out of the method that is called, and would not find it dead in the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.conv = NormAndDeadDropout(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = x
+        for i in range(2):
+            y, _ = self.called(y)
+        return F.gelu(self.conv(y))
+
+
 class DropoutBesideSqueeze(nn.Module):
     """LibTorch's pass that groups what it differentiates throws for this graph."""
 
@@ -806,6 +830,7 @@ PROGRAMS = [
     UnusedDropout,
     DropoutInPlaceOfWhatIsUsed,
     DropoutInPlaceOfWhatIsNotUsed,
+    DeadDropoutInALoop,
     DropoutBesideSqueeze,
     DropoutAmongSqueezes,
     WritesToWhatACallReturned,

@@ -9,6 +9,7 @@
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/added_names.h"
 #include "rewriter/rewrite/checkpoint.h"
+#include "rewriter/rewrite/preoptimized.h"
 #include "rewriter/rewrite/unused_norms.h"
 
 namespace tsmem {
@@ -124,6 +125,8 @@ std::vector<Site> build_bodies(const Module& module, const Selection& selection,
       if (!selection.checkpointed.empty() && !selection.in_autocast.count(method))
         checkpoint_in(*applied.body, c, selection, scopes, result);
       if (applied.choice.matches.empty() && applied.choice.inlined.empty() && result.checkpoints.empty()) continue;
+      if (!selection.options.runs_eagerly)
+        for (Node* n : dead_draws(*applied.body, *function_graph(f))) leave_out(n, *applied.body);
       result.body = applied.body->graph;
       result.body_view = std::move(applied.body);
       any = true;

@@ -9,7 +9,7 @@
 #include "rewriter/rewrite/checkpoint.h"
 #include "rewriter/rewrite/containers.h"
 #include "rewriter/rewrite/model_writes.h"
-#include "rewriter/rewrite/unused_norms.h"
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 
@@ -148,6 +148,11 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   };
   View view = copy_graph(graph, scopes, inlines, callee, /*exact=*/false, contains);
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+  if (!selection.options.runs_eagerly)
+    for (Node* n : dead_draws(view, graph)) {
+      add_with_parents(view.places.at(n).scope, result.around_unused);
+      leave_out(n, view);
+    }
   result.dead = remove_dead_code(view, UnusedNorms::stay);
   if (selection.options.runs_eagerly) view.unused.clear();  // all of them run
   for (const Node* n : view.unused)

@@ -8,7 +8,7 @@
 #include "rewriter/rewrite/apply.h"
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/order.h"
-#include "rewriter/rewrite/unused_norms.h"
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 

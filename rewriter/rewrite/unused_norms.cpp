@@ -18,37 +18,13 @@
 #include "rewriter/modules.h"
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/observed.h"
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 
 using namespace torch::jit;
 
-bool updates_statistics(const Node* n) {
-  if (n->kind() != aten::batch_norm && n->kind() != aten::instance_norm) return false;
-  const auto training = toIValue(n->input(5));
-  return n->input(3)->type()->kind() != NoneType::Kind && !(training && !training->toBool());
-}
-
-static void collect_norms(Block* block, std::vector<Node*>& found) {
-  for (Node* n : block->nodes()) {
-    if (updates_statistics(n)) found.push_back(n);
-    for (Block* b : n->blocks()) collect_norms(b, found);
-  }
-}
-
-static std::vector<Node*> norms_of(Graph& graph) {
-  std::vector<Node*> found;
-  collect_norms(graph.block(), found);
-  return found;
-}
-
-// The calls around a node of the original, from the inside, which are the same whatever else was inlined.
-static std::vector<const Node*> path_of(const Place& place) {
-  std::vector<const Node*> path = {place.node};
-  for (const Scope* s = place.scope; s; s = s->parent)
-    if (s->branch < 0) path.push_back(s->node);
-  return path;
-}
+static std::vector<Node*> norms_of(Graph& graph) { return nodes_where(graph, updates_statistics); }
 
 // Those that TorchScript may drop: its simplest pass does, to which only an op that overwrites something by its schema
 // is of use in itself. All calls are code by then.
@@ -59,59 +35,13 @@ static std::vector<Node*> unused_norms(Graph& graph, const BodyOf& body_of) {
   const View whole = copy_graph(
       graph, scopes, [](const Scope*) { return true; }, body_of, /*exact=*/true);
   EliminateDeadCode(whole.graph->block());
-  std::set<std::vector<const Node*>> used;
-  for (const Node* n : norms_of(*whole.graph)) used.insert(path_of(whole.places.at(n)));
+  std::set<Way> used;
+  for (const Node* n : norms_of(*whole.graph)) used.insert(way_of(whole.places.at(n)));
   std::vector<Node*> unused;
   for (Node* n : norms)
     if (!used.count({n})) unused.push_back(n);
   return unused;
 }
-
-namespace {
-
-using Way = std::vector<const Node*>;  // as path_of gives it
-
-// A function's code as its callers get it, and the ways to the norms in it.
-struct Preoptimized {
-  std::shared_ptr<Graph> graph;
-  std::map<const Node*, Way> ways;
-};
-
-// What TorchScript does with a function's graph (preoptimizeGraph in torch/csrc/jit/api/function_impl.cpp): the code of
-// its callees, done with in the same way, is put in, and all of it is simplified. What there was to simplify decides
-// whether it then drops norms that nothing uses.
-Preoptimized preoptimized(const Graph& source, const BodyOf& body_of, std::map<const Graph*, Preoptimized>& callees) {
-  const auto of_call = [&](const Node* call) -> const Preoptimized* {
-    const auto graph = body_of(call);
-    if (!graph) return nullptr;
-    auto known = callees.find(graph.get());
-    if (known == callees.end()) known = callees.emplace(graph.get(), preoptimized(*graph, body_of, callees)).first;
-    return &known->second;
-  };
-  const auto body = [&](const Node* call) {
-    const Preoptimized* of = of_call(call);
-    return of ? of->graph : nullptr;
-  };
-  Scopes scopes;
-  const View view = copy_graph(
-      source, scopes, [](const Scope* s) { return s->branch < 0; }, body, /*exact=*/true);
-  std::map<const Node*, Way> ways;
-  for (const Node* n : norms_of(*view.graph)) {
-    const Place& place = view.places.at(n);
-    Way& way = ways[n];
-    way = {place.node};
-    if (!place.scope) continue;
-    way = of_call(place.scope->node)->ways.at(place.node);
-    way.push_back(place.scope->node);
-  }
-  std::shared_ptr<Graph> graph = view.graph;
-  PeepholeOptimize(graph, /*disable_shape_peepholes=*/true);
-  ConstantPropagationImmutableTypes(graph);
-  ConstantPooling(graph);
-  return {graph, std::move(ways)};
-}
-
-}  // namespace
 
 // What the profiling executor does with a method's graph before its first call (runProfilingInsensitiveOptimizations in
 // torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
@@ -266,15 +196,6 @@ static void put_in_place(Node* norm, View& body) {
   norm->destroy();
 }
 
-// What is made of the result, which is dead, is made of the norm's input.
-static void leave_out(Node* norm, View& body) {
-  norm->output()->replaceAllUsesWith(norm->input(0));
-  const Place place = body.places.at(norm);
-  body.places.erase(norm);
-  body.copies.erase({place.scope, place.node});
-  norm->destroy();
-}
-
 bool put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, const std::set<WayInMethod>& lasting) {
   std::set<Node*> kept;
   for (Node* n : norms_of(*body.graph))
@@ -286,7 +207,7 @@ bool put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, co
     const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
     for (Node* n : unused) {
       const Place& place = body.places.at(n);
-      const bool runs = run.count(path_of(place)) > 0;
+      const bool runs = run.count(way_of(place)) > 0;
       if (runs && !run_in_body.count({n})) kept.insert(n);
       if (!runs && run_in_body.count({n}) && !kept.count(n) && !in_autocast(place)) never.insert(n);
     }

@@ -13,9 +13,6 @@
 
 namespace tsmem {
 
-// Whether n is a norm that updates running statistics, or may do so.
-bool updates_statistics(const torch::jit::Node* n);
-
 // A node, and the calls of functions around it within a method, from the inside.
 using WayInMethod = std::vector<const torch::jit::Node*>;
 WayInMethod way_in_method(const Place& place);

@@ -13,7 +13,7 @@
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/canonical.h"
-#include "rewriter/rewrite/unused_norms.h"
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 
