@@ -2,6 +2,7 @@
 //
 // Forward is PyTorch's op under no grad (same kernels, same errors), backward is at::convolution_backward, which is
 // differentiable itself. Of an operand that is not kept, backward needs the shape alone.
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
 

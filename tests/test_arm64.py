@@ -1,4 +1,6 @@
-"""The CPU's baseline kernels on arm64, emulated, compute what they do here. Needs Debian's g++-aarch64-linux-gnu and qemu-user."""
+"""The op library compiles for arm64, and the CPU's baseline kernels, emulated, compute there what they do here.
+
+Needs Debian's g++-aarch64-linux-gnu and qemu-user."""
 import math
 import os
 import pathlib
@@ -19,14 +21,35 @@ def lines(*command):
     return {(name, dtype): [float(v) for v in values] for name, dtype, *values in rows}
 
 
-@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++") or not shutil.which("qemu-aarch64"), reason="there is no aarch64-linux-gnu-g++, or no qemu-aarch64")
-def test_kernels_compute_the_same(tmp_path):
-    torch_folder = pathlib.Path(torch.__file__).parent
-    for command in (["cmake", "--preset", "aarch64", "-B", tmp_path, f"-DTSMEM_TORCH={torch_folder}"], ["cmake", "--build", tmp_path, "--target", "tsmem_kernel_values"]):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+def build(*command):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a build for arm64, by this machine's torch: its headers are the same."""
+    if not shutil.which("aarch64-linux-gnu-g++"):
+        pytest.skip("there is no aarch64-linux-gnu-g++")
+    folder = tmp_path_factory.mktemp("arm64")
+    build("cmake", "--preset", "aarch64", "-B", folder, f"-DTSMEM_TORCH={pathlib.Path(torch.__file__).parent}")
+    return folder
+
+
+def test_every_file_of_the_op_library_compiles(folder):
+    """It is not linked, which takes arm64's torch."""
+    targets = build("ninja", "-C", folder, "-t", "targets", "all").splitlines()
+    objects = [t.split(":")[0] for t in targets if "tsmem_ops.dir/" in t and t.split(":")[0].endswith(".cpp.o")]
+    assert len(objects) >= len(list((ROOT / "ops").glob("*.cpp"))) > 30
+    build("ninja", "-C", folder, *objects)
+
+
+@pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="there is no qemu-aarch64")
+def test_kernels_compute_the_same(folder):
+    build("cmake", "--build", folder, "--target", "tsmem_kernel_values")
     binary = pathlib.Path(os.environ.get("TSMEM_BIN", ROOT / "build/bin/tsmem")).with_name("tsmem_kernel_values")
-    here, there = lines(binary), lines("qemu-aarch64", tmp_path / "bin/tsmem_kernel_values")
+    here, there = lines(binary), lines("qemu-aarch64", folder / "bin/tsmem_kernel_values")
     assert here.keys() == there.keys() and {dtype for _, dtype in here} == EPSILON.keys()
     for (name, dtype), values in here.items():
         assert values and len(values) == len(there[name, dtype]), name
