@@ -4,6 +4,7 @@
 // so they get shape_of() in its place. aten's upsample_*, mean, constant and circular pad keep sizes only themselves,
 // and have no op here.
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "common.h"
 #include "registration.h"

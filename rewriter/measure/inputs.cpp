@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
