@@ -1,6 +1,7 @@
 #include "rewriter/measure/training_step.h"
 
 #include <ATen/Context.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <mutex>

@@ -1,5 +1,6 @@
 #include "rewriter/measure/values.h"
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
