@@ -3,6 +3,7 @@
 
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
 #include "cli/png.h"

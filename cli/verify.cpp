@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
 #include "cli/run_options.h"

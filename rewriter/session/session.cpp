@@ -1,6 +1,7 @@
 #include "tsmem/session.h"
 
 #include <fmt/format.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <algorithm>
 #include <functional>
@@ -63,6 +64,12 @@ void measured(const std::function<void()>& measurement) {
     measurement();
   } catch (const std::exception&) {
   }
+}
+
+// While a model that runs eagerly is planned, TorchScript runs its graph as it is written: what it differentiates by
+// itself saves other tensors than eager PyTorch.
+torch::jit::GraphOptimizerEnabledGuard as_it_runs(const RewriteOptions& options) {
+  return torch::jit::GraphOptimizerEnabledGuard(!options.runs_eagerly && torch::jit::getGraphExecutorOptimize());
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -206,6 +213,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
                              const PlanRequest& request) {
   const KeepFreedMemory keep;
   impl_->options = options_for(impl_->file, std::move(options));
+  const auto guard = as_it_runs(impl_->options);
   auto [report, planner] = impl_->planned(inputs, request.how);
   ChosenPlan plan;
   plan.original = original_step(*planner);
@@ -233,6 +241,7 @@ PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>&
                          int count) {
   const KeepFreedMemory keep;
   impl_->options = options_for(impl_->file, std::move(options));
+  const auto guard = as_it_runs(impl_->options);
   const auto planner = impl_->planned(inputs, how).planner;
   const auto original = original_step(*planner);
   PlanFront front{planner->front(original.peak_bytes, count), original, solver_name(), 0, 0};

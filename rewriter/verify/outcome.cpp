@@ -1,5 +1,6 @@
 #include "rewriter/verify/outcome.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
