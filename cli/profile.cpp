@@ -11,6 +11,7 @@
 #include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/file/model_file.h"
+#include "rewriter/measure/as_it_runs.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"
 #include "rewriter/measure/profile.h"
@@ -202,11 +203,12 @@ ProfileOptions profile_options(const Options& o, const Common& common) {
 }
 
 // Of a model in a file, which an error is about.
-Profile measure(const std::string& path, torch::jit::Module& module, const std::vector<c10::IValue>& inputs,
+Profile measure(const std::string& path, ModelFile& file, const std::vector<c10::IValue>& inputs,
                 ProfileOptions options, const Progress& progress) {
   options.progress = [&](const std::string& text) { progress(path + ": " + text); };
+  const auto guard = as_it_runs(file.exported != nullptr);
   try {
-    return profile(module, inputs, options);
+    return profile(file.module, inputs, options);
   } catch (const Error& e) {
     throw Error(e.kind, "'" + path + "': " + e.what(), e.option);
   }
@@ -221,14 +223,15 @@ int run(const Options& o, const Common& common) {
   const Progress progress(common);
   ProfileOptions options = profile_options(o, common);
   options.timing = o.other.empty();
-  auto p = measure(o.model, file.module, inputs, options, progress);
+  auto p = measure(o.model, file, inputs, options, progress);
   std::unique_ptr<Profile> other;
   TimeRatio ratio;
   if (!o.other.empty()) {
     auto other_file = load_model(o.other, o.run.device);
-    other = std::make_unique<Profile>(measure(o.other, other_file.module, inputs, options, progress));
+    other = std::make_unique<Profile>(measure(o.other, other_file, inputs, options, progress));
     options.progress = [&](const std::string& text) { progress(text); };
     const KeepFreedMemory keep;
+    const auto guard = as_it_runs(file.exported && other_file.exported);
     ratio = time_in_turns(file.module, p, other_file.module, *other, inputs, options);
   }
   progress.clear();

@@ -9,6 +9,7 @@
 #include "cli/run_options.h"
 #include "rewriter/error.h"
 #include "rewriter/file/model_file.h"
+#include "rewriter/measure/as_it_runs.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"
 #include "rewriter/verify/verify.h"
@@ -121,6 +122,7 @@ int run(const Options& o, const Common& common) {
   if (o.thorough) options.thorough = true;
   Progress progress(common);
   options.progress = [&](const std::string& text, double done) { progress(text, done); };
+  const auto guard = as_it_runs(a.exported && b.exported);
   auto r = verify_files(o, a.module, b.module, inputs, options);
   progress.clear();
   int code = r.equal ? kOk : kDifferent;

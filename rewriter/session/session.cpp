@@ -1,7 +1,6 @@
 #include "tsmem/session.h"
 
 #include <fmt/format.h>
-#include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <algorithm>
 #include <functional>
@@ -14,6 +13,7 @@
 #include "rewriter/file/model_file.h"
 #include "rewriter/graph/exported_program.h"
 #include "rewriter/graph/tensor_values.h"
+#include "rewriter/measure/as_it_runs.h"
 #include "rewriter/measure/estimate.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"
@@ -64,12 +64,6 @@ void measured(const std::function<void()>& measurement) {
     measurement();
   } catch (const std::exception&) {
   }
-}
-
-// While a model that runs eagerly is planned, TorchScript runs its graph as it is written: what it differentiates by
-// itself saves other tensors than eager PyTorch.
-torch::jit::GraphOptimizerEnabledGuard as_it_runs(const RewriteOptions& options) {
-  return torch::jit::GraphOptimizerEnabledGuard(!options.runs_eagerly && torch::jit::getGraphExecutorOptimize());
 }
 
 OriginalStep original_step(const Planner& planner) {
@@ -213,7 +207,7 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
                              const PlanRequest& request) {
   const KeepFreedMemory keep;
   impl_->options = options_for(impl_->file, std::move(options));
-  const auto guard = as_it_runs(impl_->options);
+  const auto guard = as_it_runs(impl_->options.runs_eagerly);
   auto [report, planner] = impl_->planned(inputs, request.how);
   ChosenPlan plan;
   plan.original = original_step(*planner);
@@ -241,7 +235,7 @@ PlanFront Session::front(RewriteOptions options, const std::vector<c10::IValue>&
                          int count) {
   const KeepFreedMemory keep;
   impl_->options = options_for(impl_->file, std::move(options));
-  const auto guard = as_it_runs(impl_->options);
+  const auto guard = as_it_runs(impl_->options.runs_eagerly);
   const auto planner = impl_->planned(inputs, how).planner;
   const auto original = original_step(*planner);
   PlanFront front{planner->front(original.peak_bytes, count), original, solver_name(), 0, 0};
@@ -281,6 +275,7 @@ VerifyResult Session::verify(const std::vector<c10::IValue>& inputs, const Verif
   const KeepFreedMemory keep;
   VerifyOptions options = given;
   if (impl_->file.exported) options.eval_mode = false;  // a program has one mode: that in which it was exported
+  const auto guard = as_it_runs(impl_->file.exported != nullptr);
   Module& original = impl_->original_on(options.device);
   const Module result = impl_->result_on(options.device);
   take_flags(original, result, impl_->options);
