@@ -34,6 +34,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_keep(m);
   register_layer_norm(m);
   register_linear(m);
+  register_linear_cross_entropy(m);
   register_max_pool(m);
   register_max_pool_cpu(m);
   register_max_pool_meta(m);

@@ -28,6 +28,7 @@ void register_instance_norm_act(torch::Library& m);
 void register_keep(torch::Library& m);
 void register_layer_norm(torch::Library& m);
 void register_linear(torch::Library& m);
+void register_linear_cross_entropy(torch::Library& m);
 void register_max_pool(torch::Library& m);
 void register_max_pool_cpu(torch::Library& m);
 void register_max_pool_meta(torch::Library& m);

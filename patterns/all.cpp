@@ -24,6 +24,7 @@ const std::vector<Pattern>& all_patterns() {
       prelu(),
       glu(),
       rrelu(),
+      linear_cross_entropy(),
       linear(),
       addmm(),
       layer_norm(),

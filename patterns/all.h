@@ -21,6 +21,7 @@ Pattern max_pool();
 Pattern shape_only();
 Pattern smooth_activation();
 Pattern linear();
+Pattern linear_cross_entropy();
 Pattern addmm();
 Pattern composed_activation();
 Pattern layer_norm();

@@ -654,6 +654,75 @@ TEST(Regions, CrossEntropyKeepsItsInput) {
   }
 }
 
+// `after`: what is made of the logits [3, 63, 36] and the words [3, 63].
+Module language_model(const std::string& after) {
+  return net(
+      "def forward(self, x):\n"
+      "    words = x.flatten(2).mul(5).abs().sum(1).long() % 36\n"
+      "    logits = torch.linear(x.flatten(2).transpose(1, 2), self.conv.weight.view(36, 4))\n    " +
+      after + "\n");
+}
+
+TEST(Regions, ALastLinearLayerAndItsLossAreOne) {
+  for (const char* after : {
+           "return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1))",
+           "return torch.cross_entropy_loss(logits.view(-1, logits.size(-1)), words.view(-1), None, 2)",
+           "return torch.cross_entropy_loss(logits.reshape([189, 36]), words.view(-1), None, 1, 3)",
+           "return torch.cross_entropy_loss(logits.flatten(0, 1), words.flatten(), torch.ones_like(logits[0, 0]))",
+           "return torch.cross_entropy_loss(logits.flatten(0, 1), words.flatten(), self.bn.weight.repeat(9).detach())",
+           "return torch.cross_entropy_loss(logits.transpose(1, 2), words)",
+           "return torch.cross_entropy_loss(logits.permute(0, 2, 1), words)",
+           "return torch.cross_entropy_loss(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())",
+           "return torch.cross_entropy_loss(logits[:, :-1, :].reshape(-1, 36), words[:, 1:].flatten())",
+           "return torch.cross_entropy_loss(logits[..., :-1, :].contiguous().view(-1, 36), words[:, 1:].flatten())",
+           "return torch.cross_entropy_loss(logits[:, ::2].transpose(-1, -2), words[:, ::2])",
+           // No rows, or another loss: one operator after the other.
+           "return torch.cross_entropy_loss(logits.flatten(1, 2), words[:, 0])",
+           "return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1), None, 0)",
+           "return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1), None, 1, -100, 0.1)",
+           "return torch.cross_entropy_loss(logits, torch.softmax(logits.detach(), 1))",
+       }) {
+    SCOPED_TRACE(after);
+    Module m = language_model(after);
+    Module original = reload(m);
+    const bool one_user =
+        !std::string(after).ends_with("logits[0, 0]))") && !std::string(after).ends_with("detach(), 1))");
+    EXPECT_EQ(matched(rewrite(m, regions()), "linear-cross-entropy"), one_user);
+    if (one_user) FileCheck().check("tsmem::linear_cross_entropy")->check_not("aten::linear")->run(graph(m));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Regions, DoesNotTakeLogitsThatOthersSee) {
+  for (const char* after : {"return logits, torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1))",
+                            "loss = torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1))\n"
+                            "    return loss + logits.square().mean()"}) {
+    SCOPED_TRACE(after);
+    Module m = language_model(after);
+    Module original = reload(m);
+    const auto report = rewrite(m, regions());
+    EXPECT_TRUE(refused(report, "linear-cross-entropy", "other user"));
+    EXPECT_TRUE(matched(report, "linear") && matched(report, "cross-entropy"));
+    expect_same_numbers(original, m, image());
+  }
+}
+
+TEST(Regions, DoesNotTakeLogitsWhoseInputIsOverwrittenBeforeTheLoss) {
+  Module m = net(R"(
+    def forward(self, x):
+        h = x.flatten(2).transpose(1, 2).mul(2)
+        logits = torch.linear(h, self.conv.weight.view(36, 4))
+        h.mul_(3)
+        return torch.cross_entropy_loss(logits.view(-1, 36), (h * h).sum(2).long().view(-1) % 36)
+  )");
+  EXPECT_FALSE(matched(rewrite(m, regions()), "linear-cross-entropy"));
+}
+
+TEST(Ops, TakeNoLossIntoALayer) {
+  Module m = language_model("return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1))");
+  EXPECT_FALSE(matched(rewrite(m), "linear-cross-entropy"));
+}
+
 // As of the tensors that attention takes in several layers' code, and of those that a backbone gives out by name.
 TEST(Regions, WhatGoesIntoAListOrADictionaryIsNotWrittenTo) {
   for (const char* after :

@@ -74,7 +74,9 @@ class Matcher {
         legality_(view, operators_, sharing_) {
     for (const Pattern* p : patterns)
       for (const Rule& r : p->rules) {
-        CompiledRule c{p, &r, lines_of(r.match), {}};
+        const auto& lines = lines_of(r.match);
+        if (!operators_.by_name.count(lines.back().op)) continue;
+        CompiledRule c{p, &r, lines, {}};
         for (size_t i = 0; i < c.lines.size(); ++i)
           for (const std::string& out : c.lines[i].outputs) c.defined_by[out] = i;
         rules_.push_back(std::move(c));
@@ -84,9 +86,7 @@ class Matcher {
   MatchResult run() {
     // Rule by rule, so that an earlier pattern has the first choice everywhere.
     for (const CompiledRule& rule : rules_) {
-      auto it = operators_.by_name.find(rule.lines.back().op);
-      if (it == operators_.by_name.end()) continue;
-      for (Node* n : it->second) try_rule(rule, n);
+      for (Node* n : operators_.by_name.at(rule.lines.back().op)) try_rule(rule, n);
     }
     mark_overwritten();
     return std::move(result_);

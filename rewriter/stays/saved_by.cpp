@@ -240,6 +240,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
       {"tsmem::keep", ""},
       {"tsmem::layer_norm", "input"},
       {"tsmem::linear", "input:weight weight:input"},
+      {"tsmem::linear_cross_entropy", "internals"},
       {"tsmem::lstm", "input data result internals"},
       {"tsmem::matmul", "self:other other:self"},
       {"tsmem::max_pool1d", "internals"},

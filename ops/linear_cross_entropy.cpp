@@ -1,0 +1,279 @@
+// A last layer and its loss: cross_entropy_loss(linear(x)) in blocks of rows. The logits, which for a vocabulary are
+// the largest tensor of a step, are never there as a whole: forward makes those of a block, takes what the block adds
+// to the gradients from them, and drops them. What is kept for backward is the gradients of x, the weight and the bias
+// but for the loss's own gradient, a number, by which backward multiplies them. Nothing is computed twice.
+//
+// Source of the idea: Hsu et al., Liger Kernel (arXiv:2410.10989). The loss and its derivative are those of
+// cross_entropy.cpp; the 16-bit types are computed as there and add up in float32.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Reduction.h>
+#include <c10/core/WrapDimMinimal.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "linear.h"
+#include "norm_ops.h"
+#include "recompute.h"
+#include "registration.h"
+
+namespace tsmem {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Of a block: what products of matrices need to run at their speed.
+constexpr int64_t kFewestRows = 128;
+constexpr int64_t kFewestRowsOnDevice = 1024;
+
+// What a model does with the logits before it gives them to the loss.
+struct Between {
+  int64_t slice_dim;
+  std::optional<int64_t> start, end;
+  int64_t step;
+  c10::string_view arrange;       // "", "view", "reshape", "flatten" or "transpose"
+  at::OptionalIntArrayRef sizes;  // of a view or reshape
+  int64_t dim0, dim1;             // of flatten and transpose
+
+  bool slices() const { return start.value_or(0) != 0 || end.value_or(INT64_MAX) != INT64_MAX || step != 1; }
+  Tensor slice(const Tensor& t) const { return slices() ? t.slice(slice_dim, start, end, step) : t; }
+};
+
+struct Head {
+  Tensor input, weight;
+  OptTensor bias;
+  Tensor target;
+  OptTensor class_weight;
+  int64_t reduction, ignore_index;
+  double label_smoothing;
+};
+
+// One operator after the other.
+Tensor composed(const Head& h, const Between& between) {
+  static const auto linear = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("tsmem::linear", "")
+                                 .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, int64_t)>();
+  static const auto loss =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tsmem::cross_entropy_loss", "")
+          .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, int64_t, int64_t, double)>();
+  Tensor logits = between.slice(linear.call(h.input, h.weight, h.bias, 0));
+  if (between.arrange == "view") logits = logits.view(between.sizes.value());
+  if (between.arrange == "reshape") logits = logits.reshape(between.sizes.value());
+  if (between.arrange == "flatten") logits = logits.flatten(between.dim0, between.dim1);
+  if (between.arrange == "transpose") logits = logits.transpose(between.dim0, between.dim1);
+  return loss.call(logits, h.target, h.class_weight, h.reduction, h.ignore_index, h.label_smoothing);
+}
+
+// Whether the loss of the logits of x, arranged, is that of x's rows in their order, each with a target of its own.
+bool are_rows(const Tensor& x, int64_t classes, const Tensor& target, const Between& between) {
+  const int64_t rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+  const auto dim = [&](int64_t d) { return c10::maybe_wrap_dim(d, x.dim(), /*wrap_scalar=*/false); };
+  const auto in_range = [&](int64_t d) { return d >= -x.dim() && d < x.dim(); };
+  const auto is = [](int64_t size, int64_t wanted) { return size == wanted || size == -1; };
+  if (between.arrange == "transpose") {  // [N, T, classes] to [N, classes, T]
+    if (x.dim() != 3 || !in_range(between.dim0) || !in_range(between.dim1)) return false;
+    return std::min(dim(between.dim0), dim(between.dim1)) == 1 && std::max(dim(between.dim0), dim(between.dim1)) == 2 &&
+           target.sizes() == x.sizes().slice(0, 2);
+  }
+  if (target.dim() != 1 || target.size(0) != rows) return false;
+  if (between.arrange.empty()) return x.dim() == 2;
+  if (between.arrange == "flatten")
+    return in_range(between.dim0) && in_range(between.dim1) && dim(between.dim0) == 0 &&
+           dim(between.dim1) == x.dim() - 2;
+  const auto sizes = between.sizes.value();
+  return sizes.size() == 2 && is(sizes[0], rows) && is(sizes[1], classes);
+}
+
+// Bytes of the gradients that are kept, which are those of x and of the weight, in float32 for 16 bits.
+int64_t kept_bytes(const Tensor& x, const Tensor& weight) {
+  return (x.requires_grad() ? static_cast<int64_t>(x.nbytes()) : 0) +
+         (weight.requires_grad() ? weight.numel() * std::max<int64_t>(weight.element_size(), 4) : 0);
+}
+
+// Whether all of it is of the usual kind, and the gradients take less than the logits would.
+bool in_blocks(const Head& h, const Between& between, at::ScalarType loss_type) {
+  const Tensor &x = h.input, &weight = h.weight, &target = h.target;
+  const bool usual = needs_grad(x, weight, value_or_undefined(h.bias)) && plain(x) && plain(weight) && x.dim() >= 2 &&
+                     weight.dim() == 2 && x.size(-1) == weight.size(1) && x.numel() > 0 && weight.numel() > 0 &&
+                     x.scalar_type() == weight.scalar_type() && x.device() == weight.device() &&
+                     (!h.bias || (plain(*h.bias) && h.bias->dim() == 1 && h.bias->size(0) == weight.size(0) &&
+                                  h.bias->scalar_type() == x.scalar_type() && h.bias->device() == x.device()));
+  if (!usual || h.label_smoothing != 0 || target.scalar_type() != at::kLong || target.device() != x.device() ||
+      (h.reduction != at::Reduction::Mean && h.reduction != at::Reduction::Sum) || hooks_active())
+    return false;
+  if (const OptTensor& w = h.class_weight;
+      w && (!plain(*w) || w->requires_grad() || w->dim() != 1 || w->size(0) != weight.size(0) ||
+            w->device() != x.device() || w->scalar_type() != loss_type))
+    return false;
+  const int64_t classes = weight.size(0);
+  if (!between.slices())
+    return are_rows(x, classes, target, between) &&
+           kept_bytes(x, weight) < x.numel() / x.size(-1) * classes * static_cast<int64_t>(x.element_size());
+  if (between.slice_dim < -x.dim() || between.slice_dim >= x.dim()) return false;
+  if (c10::maybe_wrap_dim(between.slice_dim, x.dim()) == x.dim() - 1) return false;
+  const Tensor part = between.slice(x);
+  return part.numel() > 0 && are_rows(part, classes, target, between) &&
+         kept_bytes(part, weight) < part.numel() / part.size(-1) * classes * static_cast<int64_t>(part.element_size());
+}
+
+int64_t rows_of_a_block(const Tensor& rows, int64_t classes) {
+  const int64_t fewest = rows.is_cpu() ? kFewestRows : kFewestRowsOnDevice;
+  // Logits of about the input's size.
+  const int64_t some = std::clamp(rows.numel() / classes, std::min(fewest, rows.size(0)), rows.size(0));
+  const int64_t blocks = (rows.size(0) + some - 1) / some;
+  return (rows.size(0) + blocks - 1) / blocks;
+}
+
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+  // input: [*, features]; target: one for each row.
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
+                        const Tensor& target, const OptTensor& class_weight, int64_t reduction, int64_t ignore_index,
+                        at::ScalarType loss_type) {
+    ctx->set_materialize_grads(false);
+    const auto dtype = acc_type(input.scalar_type());
+    const Tensor rows = input.reshape({-1, input.size(-1)}), targets = target.reshape({-1});
+    const OptTensor scale = class_weight ? OptTensor(class_weight->to(dtype)) : OptTensor();
+    const Tensor ignored = targets.eq(ignore_index);
+    const Tensor classes = targets.masked_fill(ignored, 0);
+    Tensor factors = ignored.logical_not().to(dtype);  // of each row its class's weight, 0 where it is ignored
+    if (scale) factors.mul_(scale->take(classes));
+
+    Tensor dx, dw, db, loss = at::zeros({}, rows.options().dtype(dtype));
+    if (input.requires_grad()) dx = at::empty(rows.sizes(), rows.options());
+    if (weight.requires_grad()) dw = at::zeros(weight.sizes(), weight.options().dtype(dtype));
+    if (bias && bias->requires_grad()) db = at::zeros(bias->sizes(), bias->options().dtype(dtype));
+    const int64_t step = rows_of_a_block(rows, weight.size(0));
+    for (int64_t first = 0; first < rows.size(0); first += step) {
+      const auto part = [&](const Tensor& t) { return t.narrow(0, first, std::min(step, t.size(0) - first)); };
+      const Tensor x = part(rows);
+      Tensor p = at::log_softmax(at::linear(x, weight, bias), 1, dtype);
+      loss.add_(at::nll_loss_nd(p, part(targets), scale, at::Reduction::Sum, ignore_index));
+      const Tensor index = part(classes).unsqueeze(1);
+      p.exp_().scatter_add_(1, index, at::full({}, -1, p.options()).expand_as(index));
+      p.mul_(part(factors).unsqueeze(1));
+      if (db.defined()) db.add_(p.sum(0));
+      const Tensor g = p.to(input.scalar_type());
+      if (dx.defined()) part(dx).copy_(g.mm(weight));
+      if (!dw.defined()) continue;
+      if (dtype == input.scalar_type())
+        dw.addmm_(g.t(), x);
+      else
+        dw.add_(g.t().mm(x));
+    }
+
+    Keeper keeper;
+    keeper.add(dx.defined() ? dx.view(input.sizes()) : dx, /*always_itself=*/true);
+    keeper.add(dw, /*always_itself=*/true);
+    keeper.add(db, /*always_itself=*/true);
+    // Where all are ignored the mean is none, and its gradients are zeros.
+    Tensor total;
+    if (reduction == at::Reduction::Mean) {
+      total = factors.sum();
+      loss.div_(total);
+      total.masked_fill_(ignored.all(), 1);
+    }
+    keeper.add(total, /*always_itself=*/true);
+    keeper.save(ctx);
+    ctx->saved_data["dtype"] = weight.scalar_type();
+    return loss.to(loss_type);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(8);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    const SavedTensors kept(ctx);
+    {
+      at::NoGradGuard no_grad;
+      const auto dtype = ctx->saved_data["dtype"].toScalarType(), wide = acc_type(dtype);
+      Tensor factor = grad.to(wide);
+      if (const Tensor total = kept[3]; total.defined()) factor = factor.div(total);
+      const bool last = !torch::autograd::get_current_graph_task_keep_graph();
+      for (size_t i = 0; i < 3; ++i) {
+        const Tensor g = kept[i];
+        if (!g.defined() || !ctx->needs_input_grad(i)) continue;
+        const bool ours = last || g.scalar_type() != wide;  // nobody needs what to(wide) gives again
+        result[i] = (ours ? g.to(wide).mul_(factor) : g.mul(factor)).to(dtype);
+      }
+    }
+    // x and the weight, on which they depend, are not kept: something that needs a gradient stands for them.
+    std::vector<Tensor> made(result.begin(), result.begin() + 3);
+    if (at::GradMode::is_enabled())
+      made = refuse_double_backward(std::move(made), "linear_cross_entropy",
+                                    {grad, at::zeros({}, grad.options()).requires_grad_()});
+    std::copy(made.begin(), made.end(), result.begin());
+    return result;
+  }
+};
+
+Tensor apply(const Head& h, const Between& between, at::ScalarType loss_type) {
+  return LinearCrossEntropy::apply(between.slice(h.input), h.weight, h.bias, h.target, h.class_weight, h.reduction,
+                                   h.ignore_index, loss_type);
+}
+
+Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
+           const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+           int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end, int64_t slice_step,
+           c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1) {
+  const Head h{input, weight, defined(bias), target, defined(class_weight), reduction, ignore_index, label_smoothing};
+  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1};
+  const auto loss_type = input.scalar_type();
+  return in_blocks(h, between, loss_type) ? apply(h, between, loss_type) : composed(h, between);
+}
+
+// The layer runs in half size and its loss in float32, as each does by itself.
+template <c10::DeviceType device>
+Tensor autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
+                const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end,
+                int64_t slice_step, c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0,
+                int64_t dim1) {
+  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1};
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
+    const Head h{at::autocast::cached_cast(to, input, device),
+                 at::autocast::cached_cast(to, weight, device),
+                 at::autocast::cached_cast(to, defined(bias), device),
+                 target,
+                 at::autocast::cached_cast(at::kFloat, defined(class_weight), device),
+                 reduction,
+                 ignore_index,
+                 label_smoothing};
+    if (h.input.scalar_type() == to && in_blocks(h, between, at::kFloat)) return apply(h, between, at::kFloat);
+  }
+  return composed({input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing}, between);
+}
+
+std::vector<int64_t> output_size(const Tensor& input, const Tensor& weight) {
+  auto sizes = input.sizes().vec();
+  TORCH_CHECK(!sizes.empty() && weight.dim() >= 1,
+              "a linear layer needs an input and a weight of one dimension or more");
+  if (weight.dim() == 1)
+    sizes.pop_back();
+  else
+    sizes.back() = weight.size(0);
+  return sizes;
+}
+
+int64_t output_size_at(const Tensor& input, const Tensor& weight, int64_t dim) {
+  const auto sizes = output_size(input, weight);
+  return sizes[c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes.size()))];
+}
+
+}  // namespace
+
+void register_linear_cross_entropy(torch::Library& m) {
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int "
+      "reduction=1, int ignore_index=-100, float label_smoothing=0.0, int slice_dim=0, int? slice_start=None, int? "
+      "slice_end=None, int slice_step=1, str arrange=\"\", int[]? sizes=None, int dim0=0, int dim1=0) -> Tensor",
+      TORCH_FN(run));
+  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast<c10::DeviceType::CPU>));
+  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast<c10::DeviceType::CUDA>));
+  m.def("linear_output_size(Tensor input, Tensor weight) -> int[]", TORCH_FN(output_size));
+  m.def("linear_output_size.dim(Tensor input, Tensor weight, int dim) -> int", TORCH_FN(output_size_at));
+}
+
+}  // namespace tsmem
