@@ -718,9 +718,9 @@ TEST(Regions, DoesNotTakeLogitsWhoseInputIsOverwrittenBeforeTheLoss) {
   EXPECT_FALSE(matched(rewrite(m, regions()), "linear-cross-entropy"));
 }
 
-TEST(Ops, TakeNoLossIntoALayer) {
+TEST(Rewrite, TakesNoLossIntoALayerAtLevelOps) {
   Module m = language_model("return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1))");
-  EXPECT_FALSE(matched(rewrite(m), "linear-cross-entropy"));
+  EXPECT_FALSE(matched(rewrite(m, {}), "linear-cross-entropy"));
 }
 
 // As of the tensors that attention takes in several layers' code, and of those that a backbone gives out by name.
