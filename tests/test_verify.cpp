@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "rewriter/error.h"
+#include "rewriter/verify/outcome.h"
 
 namespace tsmem {
 namespace {
@@ -96,6 +97,19 @@ TEST(Verify, OtherRoundingIsAccepted) {
   EXPECT_TRUE(r.equal) << r.verdict;
   EXPECT_GT(r.calls[0].output_error, 0);
   EXPECT_LT(r.calls[0].f64_error, 1e-9);
+}
+
+// Of a network that ends in a norm of two samples: most gradients are zero but for rounding.
+TEST(Verify, GradientsOfZerosAreHeldAgainstTheLargest) {
+  const auto gradients = [](double largest, double zero) {
+    std::vector<tsmem::Named> all = {{"head", at::full({8}, largest, at::kDouble)}};
+    for (const char* name : {"a", "b", "c"}) all.push_back({name, at::full({8}, zero, at::kDouble)});
+    return all;
+  };
+  EXPECT_LT(tsmem::worst(gradients(200, 3e-15), gradients(200, -2e-14)), 1e-9);
+  EXPECT_GT(tsmem::worst(gradients(200, 2e-9), gradients(200, 3e-9)), 1e-8);
+  EXPECT_GT(tsmem::worst(gradients(200, 1), gradients(200, 1 + 1e-8)), 1e-9);
+  EXPECT_GT(tsmem::worst(gradients(200 + 1e-6, 0), gradients(200, 0)), 1e-9);
 }
 
 TEST(Verify, ChangedWeights) {

@@ -151,7 +151,10 @@ double worst(const std::vector<Named>& us, const std::vector<Named>& vs) {
   for (auto& v : vs)
     if (real(v)) sizes.push_back(size_of(v));
   std::sort(sizes.begin(), sizes.end());
-  double floor = std::max(sizes.empty() ? 0 : 1e-2 * sizes[sizes.size() / 2], 1e-30), most = 0;
+  // Beside larger ones the gradient of a bias before a norm is zero but for rounding, and where a norm has two samples
+  // most are.
+  double floor = 1e-30, most = 0;
+  if (!sizes.empty()) floor = std::max({floor, 1e-2 * sizes[sizes.size() / 2], 1e-5 * sizes.back()});
   for (size_t i = 0; i < us.size(); ++i)
     if (us[i].value.defined() && vs[i].value.defined()) {
       double d = distance(us[i].value, vs[i]);

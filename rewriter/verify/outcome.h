@@ -82,8 +82,8 @@ struct Run {
   Outcome operator()(torch::jit::Module& m, const std::vector<c10::IValue>& given, uint64_t seed) const;
 };
 
-// In relative norms: of each group of tensors the worst. Infinity where shapes differ, or one is NaN where the other is
-// not.
+// In relative norms: of each group of tensors the worst, where one that is far smaller than the others is held against
+// those. Infinity where shapes differ, or one is NaN where the other is not.
 Errors errors(const Outcome& u, const Outcome& v);
 
 // The same of one group.
