@@ -108,8 +108,9 @@ def in_a_process(name: str, a) -> dict:
 
 def share(row: dict) -> str:
     """What most of the memory that is left belongs to."""
-    kept = [(op, size) for op, size in row["kept"] if size > 0][:2]
-    return ", ".join(f"{op} {size / max(row['saved_bytes'][1], 1):.0%}" for op, size in kept)
+    kept = [(op, size) for op, size in row["kept"] if size > 0]
+    total = max(sum(size for _, size in kept), 1)
+    return ", ".join(f"{op} {size / total:.0%}" for op, size in kept[:2])
 
 
 def cells(row: dict) -> list:

@@ -217,6 +217,14 @@ class Decoder(nn.Module):
         return self.out(y)
 
 
+class WordsWithLoss(Decoder):
+    """The loss in the model: each token guesses the next."""
+
+    def forward(self, x):
+        words = (x.detach().abs() * 10).long().flatten(1)[:, :24] % 50
+        return F.cross_entropy(super().forward(x)[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
 class Chain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -269,12 +277,38 @@ def saved_bytes(model, function, x):
     return allocator.memory(function, [x], warmup=2).saved
 
 
-MODELS = [Net, NoGrad, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder]
+MODELS = [Net, NoGrad, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder, WordsWithLoss]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_numbers(model):
     check(model())
+
+
+class HeadWithLoss(nn.Module):
+    def __init__(self, gives_logits):
+        super().__init__()
+        self.head, self.gives_logits = nn.Linear(8, 200), gives_logits
+
+    def forward(self, x, words):
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), words.view(-1))
+        return (loss, logits) if self.gives_logits else loss
+
+
+@pytest.mark.parametrize("gives_logits", [False, True])
+def test_a_loss_in_blocks_of_rows(gives_logits):
+    """The logits are never there as a whole. A model that returns them makes them."""
+    torch.manual_seed(0)
+    model, x, words = HeadWithLoss(gives_logits), torch.randn(64, 32, 8), torch.randint(200, (64, 32))
+    function = compiled(copy.deepcopy(model))
+    peaks = [allocator.memory(f, (x, words)).peak / (4 * words.numel() * 200) for f in (model, function)]
+    assert peaks[0] > 2.5 and (peaks[1] > 1 if gives_logits else peaks[1] < 0.6), peaks
+    results = []
+    for f in (model, function):
+        loss = f(x, words)[0] if gives_logits else f(x, words)
+        results.append([loss.detach(), *torch.autograd.grad(loss, tuple(f.parameters()))])
+    compare(*results, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("model", [Net, Mutations, Various], ids=lambda m: m.__name__)
