@@ -31,9 +31,10 @@ struct Between {
   int64_t slice_dim;
   std::optional<int64_t> start, end;
   int64_t step;
-  c10::string_view arrange;       // "", "view", "reshape", "flatten" or "transpose"
-  at::OptionalIntArrayRef sizes;  // of a view or reshape
-  int64_t dim0, dim1;             // of flatten and transpose
+  c10::string_view arrange;             // "", "view", "reshape", "flatten" or "transpose"
+  at::OptionalIntArrayRef sizes;        // of a view or reshape
+  int64_t dim0, dim1;                   // of flatten and transpose
+  std::optional<at::ScalarType> dtype;  // that they are cast to
 
   bool slices() const { return start.value_or(0) != 0 || end.value_or(INT64_MAX) != INT64_MAX || step != 1; }
   Tensor slice(const Tensor& t) const { return slices() ? t.slice(slice_dim, start, end, step) : t; }
@@ -57,7 +58,9 @@ Tensor composed(const Head& h, const Between& between) {
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("tsmem::cross_entropy_loss", "")
           .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, int64_t, int64_t, double)>();
-  Tensor logits = between.slice(linear.call(h.input, h.weight, h.bias, 0));
+  Tensor logits = linear.call(h.input, h.weight, h.bias, 0);
+  if (between.dtype) logits = logits.to(*between.dtype);
+  logits = between.slice(logits);
   if (between.arrange == "view") logits = logits.view(between.sizes.value());
   if (between.arrange == "reshape") logits = logits.reshape(between.sizes.value());
   if (between.arrange == "flatten") logits = logits.flatten(between.dim0, between.dim1);
@@ -99,6 +102,9 @@ bool in_blocks(const Head& h, const Between& between, at::ScalarType loss_type) 
                      x.scalar_type() == weight.scalar_type() && x.device() == weight.device() &&
                      (!h.bias || (plain(*h.bias) && h.bias->dim() == 1 && h.bias->size(0) == weight.size(0) &&
                                   h.bias->scalar_type() == x.scalar_type() && h.bias->device() == x.device()));
+  // A cast to float32 of what is no wider: the loss is computed in it anyway.
+  if (loss_type != x.scalar_type() && (loss_type != at::kFloat || acc_type(x.scalar_type()) != at::kFloat))
+    return false;
   if (!usual || h.label_smoothing != 0 || target.scalar_type() != at::kLong || target.device() != x.device() ||
       (h.reduction != at::Reduction::Mean && h.reduction != at::Reduction::Sum) || hooks_active())
     return false;
@@ -217,10 +223,11 @@ Tensor apply(const Head& h, const Between& between, at::ScalarType loss_type) {
 Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
            const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
            int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end, int64_t slice_step,
-           c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1) {
+           c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1,
+           std::optional<at::ScalarType> dtype) {
   const Head h{input, weight, defined(bias), target, defined(class_weight), reduction, ignore_index, label_smoothing};
-  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1};
-  const auto loss_type = input.scalar_type();
+  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1, dtype};
+  const auto loss_type = dtype.value_or(input.scalar_type());
   return in_blocks(h, between, loss_type) ? apply(h, between, loss_type) : composed(h, between);
 }
 
@@ -229,9 +236,9 @@ template <c10::DeviceType device>
 Tensor autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
                 const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
                 int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end,
-                int64_t slice_step, c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0,
-                int64_t dim1) {
-  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1};
+                int64_t slice_step, c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1,
+                std::optional<at::ScalarType> dtype) {
+  const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1, dtype};
   {
     c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
@@ -243,7 +250,8 @@ Tensor autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias
                  reduction,
                  ignore_index,
                  label_smoothing};
-    if (h.input.scalar_type() == to && in_blocks(h, between, at::kFloat)) return apply(h, between, at::kFloat);
+    if (h.input.scalar_type() == to && dtype.value_or(at::kFloat) == at::kFloat && in_blocks(h, between, at::kFloat))
+      return apply(h, between, at::kFloat);
   }
   return composed({input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing}, between);
 }
@@ -270,7 +278,8 @@ void register_linear_cross_entropy(torch::Library& m) {
   m.def(
       "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, int "
       "reduction=1, int ignore_index=-100, float label_smoothing=0.0, int slice_dim=0, int? slice_start=None, int? "
-      "slice_end=None, int slice_step=1, str arrange=\"\", int[]? sizes=None, int dim0=0, int dim1=0) -> Tensor",
+      "slice_end=None, int slice_step=1, str arrange=\"\", int[]? sizes=None, int dim0=0, int dim1=0, "
+      "ScalarType? dtype=None) -> Tensor",
       TORCH_FN(run));
   m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast<c10::DeviceType::CPU>));
   m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast<c10::DeviceType::CUDA>));

@@ -15,7 +15,6 @@ Pattern linear_cross_entropy() {
                 "(else both run by themselves)",
             .for_regions = true,
             .rules = {}};
-  const std::string linear = "%l = linear(%x, %w, %b)\n";
   struct Step {
     std::string line, from, arguments;  // the logits' name after it, and what the op is told of it
   };
@@ -29,26 +28,30 @@ Pattern linear_cross_entropy() {
     for (const std::string& last : all_last)
       slices.push_back({first + "%s = slice(" + (first.empty() ? "%l" : "%r") + ", " + slice_it + ")\n" + last,
                         last.empty() ? "%s" : "%q", slice_it});
+  const auto add = [&](const Step& slice, bool contiguous, bool cast) {
+    const std::string between = contiguous ? "%c = contiguous(" + slice.from + ", %cf)\n" : "";
+    const std::string from = contiguous ? "%c" : slice.from;
+    const Step arrangements[] = {
+        {"", from, "\"\", None, 0, 0"},
+        {"%v = view(" + from + ", %vs)\n", "%v", contiguous ? "\"reshape\", %vs, 0, 0" : "\"view\", %vs, 0, 0"},
+        {"%v = reshape(" + from + ", %vs)\n", "%v", "\"reshape\", %vs, 0, 0"},
+        {"%v = flatten(" + from + ", %v0, %v1)\n", "%v", "\"flatten\", None, %v0, %v1"},
+        {"%v = transpose(" + from + ", %v0, %v1)\n", "%v", "\"transpose\", None, %v0, %v1"},
+        {"%v = permute(" + from + ", [0, 2, 1])\n", "%v", "\"transpose\", None, 1, 2"},
+    };
+    const std::string linear = " = linear(%x, %w, %b)\n";
+    const std::string logits = cast ? "%h" + linear + "%l = to(%h, 6, %n0, %n1, %n2)\n" : "%l" + linear;
+    for (const Step& arranged : arrangements)
+      p.rules.push_back(
+          {.match = logits + slice.line + between + arranged.line + "%z = cross_entropy_loss(" + arranged.from +
+                    ", %t, %cw, %reduction, %ignore, %smoothing)",
+           .rewrite = "%z = tsmem::linear_cross_entropy(%x, %w, %b, %t, %cw, %reduction, %ignore, %smoothing, " +
+                      slice.arguments + ", " + arranged.arguments + (cast ? ", 6)" : ")"),
+           .sizes = "%l = tsmem::linear_output_size(%x, %w)"});
+  };
   for (const Step& slice : slices)
-    for (const bool contiguous : {false, true}) {
-      const std::string between = contiguous ? "%c = contiguous(" + slice.from + ", %cf)\n" : "";
-      const std::string from = contiguous ? "%c" : slice.from;
-      const Step arrangements[] = {
-          {"", from, "\"\", None, 0, 0"},
-          {"%v = view(" + from + ", %vs)\n", "%v", contiguous ? "\"reshape\", %vs, 0, 0" : "\"view\", %vs, 0, 0"},
-          {"%v = reshape(" + from + ", %vs)\n", "%v", "\"reshape\", %vs, 0, 0"},
-          {"%v = flatten(" + from + ", %v0, %v1)\n", "%v", "\"flatten\", None, %v0, %v1"},
-          {"%v = transpose(" + from + ", %v0, %v1)\n", "%v", "\"transpose\", None, %v0, %v1"},
-          {"%v = permute(" + from + ", [0, 2, 1])\n", "%v", "\"transpose\", None, 1, 2"},
-      };
-      for (const Step& arranged : arrangements)
-        p.rules.push_back(
-            {.match = linear + slice.line + between + arranged.line + "%z = cross_entropy_loss(" + arranged.from +
-                      ", %t, %cw, %reduction, %ignore, %smoothing)",
-             .rewrite = "%z = tsmem::linear_cross_entropy(%x, %w, %b, %t, %cw, %reduction, %ignore, %smoothing, " +
-                        slice.arguments + ", " + arranged.arguments + ")",
-             .sizes = "%l = tsmem::linear_output_size(%x, %w)"});
-    }
+    for (const bool contiguous : {false, true})
+      for (const bool cast : {false, true}) add(slice, contiguous, cast);
   return p;
 }
 

@@ -676,6 +676,8 @@ TEST(Regions, ALastLinearLayerAndItsLossAreOne) {
            "return torch.cross_entropy_loss(logits[:, :-1, :].reshape(-1, 36), words[:, 1:].flatten())",
            "return torch.cross_entropy_loss(logits[..., :-1, :].contiguous().view(-1, 36), words[:, 1:].flatten())",
            "return torch.cross_entropy_loss(logits[:, ::2].transpose(-1, -2), words[:, ::2])",
+           "wide = logits.float()\n    return torch.cross_entropy_loss(wide.view(-1, wide.size(-1)), words.view(-1))",
+           "return torch.cross_entropy_loss(logits.float()[:, :-1].flatten(0, 1), words[:, 1:].flatten())",
            // No rows, or another loss: one operator after the other.
            "return torch.cross_entropy_loss(logits.flatten(1, 2), words[:, 0])",
            "return torch.cross_entropy_loss(logits.view(-1, 36), words.view(-1), None, 0)",

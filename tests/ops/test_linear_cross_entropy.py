@@ -78,6 +78,20 @@ def test_sixteen_bits(dtype):
         assert off(got) <= off(theirs) + 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(e)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+def test_logits_cast_to_float32(dtype):
+    x, weight, bias, target = given(dtype=dtype)
+    leaves = (x, weight, bias)
+    class_weight = torch.linspace(0.2, 1.3, 40)
+    loss = torch.ops.tsmem.linear_cross_entropy(*leaves, target, class_weight, dtype=torch.float32)
+    assert runs_in_blocks(loss) == (dtype != torch.float64)
+    want = F.cross_entropy(F.linear(*leaves).float(), target, class_weight)
+    for got, expected in zip([loss.detach(), *torch.autograd.grad(loss, leaves)], [want.detach(), *torch.autograd.grad(want, leaves)]):
+        assert got.dtype == expected.dtype
+        eps = max(torch.finfo(got.dtype).eps, 2.0**-23)
+        assert torch.linalg.vector_norm(got.double() - expected.double()) <= 8 * eps * torch.linalg.vector_norm(expected.double())
+
+
 def test_many_rows_in_sixteen_bits_do_not_overflow():
     rows = 40_000
     x, weight = torch.full((rows, 2), 4.0, dtype=torch.float16, requires_grad=True), torch.zeros(3, 2, dtype=torch.float16, requires_grad=True)
