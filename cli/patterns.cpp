@@ -1,4 +1,6 @@
 // tsmem patterns: the list of them, or one in detail.
+#include <fmt/format.h>
+
 #include <memory>
 #include <sstream>
 
@@ -25,16 +27,21 @@ void list_patterns(bool color) {
         "\n");
 }
 
+constexpr size_t kTooMany = 100, kFirst = 12;  // rules of a pattern to print
+
 void show(const Pattern& pattern, bool color) {
   auto title = [&](const std::string& text) { return paint(text, Color::bold, color) + "\n"; };
   print(title(pattern.name) + "  " + pattern.algebra + "\n\n");
   print(title("Saved for backward") + indented(pattern.keeps, "  ") + "\n");
   print(title("Conditions") + indented(pattern.conditions, "  "));
   if (!pattern.by_default) print("  Used only when --only " + pattern.name + " names it.\n");
-  for (auto& rule : pattern.rules) {
+  const size_t all = pattern.rules.size(), shown = all > kTooMany ? kFirst : all;
+  for (size_t i = 0; i < shown; ++i) {
+    const Rule& rule = pattern.rules[i];
     print("\n" + title("Replaces") + indented(rule.match, "  "));
     print(title("by") + indented(rule.rewrite, "  "));
   }
+  if (shown < all) print(fmt::format("\nand {} other spellings of it.\n", all - shown));
 }
 
 void show_pattern(const std::string& name, bool color) {
