@@ -37,11 +37,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_file_of_the_op_library_compiles(folder):
-    """It is not linked, which takes arm64's torch."""
+def test_what_knows_the_processor_compiles(folder):
+    """The rest of the op library is compiled by hand, in five minutes; linking takes arm64's torch."""
     targets = build("ninja", "-C", folder, "-t", "targets", "all").splitlines()
-    objects = [t.split(":")[0] for t in targets if "tsmem_ops.dir/" in t and t.split(":")[0].endswith(".cpp.o")]
-    assert len(objects) >= len(list((ROOT / "ops").glob("*.cpp"))) > 30
+    objects = [t.split(":")[0] for t in targets if "tsmem_ops.dir/cpu/" in t and t.split(":")[0].endswith(".cpp.o")]
+    assert len(objects) == len([f for f in (ROOT / "ops/cpu").glob("*.cpp") if ".kernel." not in f.name]) > 5  # kernels: below
     build("ninja", "-C", folder, *objects)
 
 
