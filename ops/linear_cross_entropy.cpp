@@ -112,13 +112,11 @@ bool in_blocks(const Head& h, const Between& between, at::ScalarType loss_type) 
       w && (!plain(*w) || w->requires_grad() || w->dim() != 1 || w->size(0) != weight.size(0) ||
             w->device() != x.device() || w->scalar_type() != loss_type))
     return false;
-  const int64_t classes = weight.size(0);
-  if (!between.slices())
-    return are_rows(x, classes, target, between) &&
-           kept_bytes(x, weight) < x.numel() / x.size(-1) * classes * static_cast<int64_t>(x.element_size());
-  if (between.slice_dim < -x.dim() || between.slice_dim >= x.dim()) return false;
-  if (c10::maybe_wrap_dim(between.slice_dim, x.dim()) == x.dim() - 1) return false;
+  if (between.slices() && (between.slice_dim < -x.dim() || between.slice_dim >= x.dim() ||
+                           c10::maybe_wrap_dim(between.slice_dim, x.dim()) == x.dim() - 1))
+    return false;  // a slice of the classes
   const Tensor part = between.slice(x);
+  const int64_t classes = weight.size(0);
   return part.numel() > 0 && are_rows(part, classes, target, between) &&
          kept_bytes(part, weight) < part.numel() / part.size(-1) * classes * static_cast<int64_t>(part.element_size());
 }
