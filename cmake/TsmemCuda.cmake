@@ -25,9 +25,13 @@ if(_why)
   return()
 endif()
 
-# Machine code for Turing (the oldest that PyTorch has), A100 and H100, and PTX for what comes later.
+# Machine code for Turing (the oldest that PyTorch has), A100 and H100, and PTX for what comes later. Where nobody asked and there is no device
+# to run it, H100's alone: each more takes minutes.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 75-real 80-real 90-real 90-virtual)
+  if(TSMEM_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidiactl)
+    set(CMAKE_CUDA_ARCHITECTURES 90-real 90-virtual)
+  endif()
 endif()
 enable_language(CUDA)
 # ccache does not know nvcc's -isystem=, and would keep kernels apart by torch's folder, which they know nothing of.

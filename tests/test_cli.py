@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 import subprocess
+from typing import Tuple
 
 import pytest
 import torch
@@ -157,6 +158,36 @@ class OverwritesAnArgumentLater(torch.nn.Module):
 def test_checkpoint_of_a_call_whose_argument_is_overwritten_later(tmp_path):
     torch.jit.script(OverwritesAnArgumentLater()).save(str(tmp_path / "model.pt"))
     fails(2, "rewrite", tmp_path / "model.pt", "-o", tmp_path / "x.pt", "--checkpoint", "block", says=["can't wrap block", "an argument of its method forward is overwritten later (aten::mul_)"])
+
+
+class DrawsForNothing(torch.nn.Module):
+    class Inner(torch.nn.Module):
+        def forward(self, x) -> Tuple[torch.Tensor, torch.Tensor]:
+            return torch.dropout(x, 0.5, self.training), x.exp()
+
+    class Within(torch.nn.Module):
+        def forward(self, x):
+            dropped = torch.dropout(x, 0.5, self.training)
+            return x.exp()
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.within = self.Inner(), self.Within()
+
+    def forward(self, x):
+        dropped, y = self.block(x)
+        return self.within(y)
+
+
+def test_checkpoint_of_a_call_that_draws_for_nothing(ops, tmp_path):
+    """TorchScript drops the dropout, and draws nothing: wrapped, it would be drawn. What is unused within the method is dropped there as well."""
+    torch.jit.script(DrawsForNothing()).save(str(tmp_path / "model.pt"))
+    fails(2, "rewrite", tmp_path / "model.pt", "-o", tmp_path / "x.pt", "--checkpoint", "block", says=["can't wrap block", "its method forward draws random numbers for a result that nothing uses (aten::dropout)"])
+    assert run("rewrite", tmp_path / "model.pt", "-o", tmp_path / "x.pt", "--checkpoint", "within").returncode == 0
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    torch.jit.load(str(tmp_path / "x.pt"))(torch.rand(4, generator=torch.Generator(), requires_grad=True)).sum().backward()
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 class CallsThatAreNotUsed(torch.nn.Module):

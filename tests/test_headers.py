@@ -42,16 +42,18 @@ def reached(path):
 
 
 def rows(headers):
-    """Lists of headers, each of which includes all those before it: compiled after them, it is given nothing that it does not include itself."""
+    """Lists of headers, each of which includes all those before it: compiled after them, it is given nothing that it does not include itself.
+    With each, the large one that all of its headers include."""
     reach = {header: reached(header) for header in headers}
+    large = {header: next((name for name in LARGE if name in reach[header]), None) for header in headers}
     lists = []
     for header in sorted(headers, key=lambda h: len(reach[h])):
-        fitting = [row for row in lists if row[-1] in reach[header]]
+        fitting = [row for row in lists if row[-1] in reach[header] and large[row[-1]] == large[header]]
         if fitting:
             max(fitting, key=lambda row: len(reach[row[-1]])).append(header)
         else:
             lists.append([header])
-    return [(row, next((name for name in LARGE if name in reach[row[0]]), None)) for row in lists]
+    return [(row, large[row[0]]) for row in lists]
 
 
 END = "the end of the headers"

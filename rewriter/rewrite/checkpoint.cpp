@@ -6,6 +6,7 @@
 #include "rewriter/error.h"
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/canonical.h"
+#include "rewriter/rewrite/preoptimized.h"
 #include "rewriter/text.h"
 
 namespace tsmem {
@@ -229,6 +230,42 @@ std::map<const Scope*, std::string> overwritten_arguments(const Graph& method, S
         in_loop |= around == loop;
       if (position.at(n) <= position.at(end->second) && !in_loop) continue;
       if (add_sources(written, stored, passed, of_written)) found.emplace(s, n->kind().toQualString());
+    }
+  }
+  return found;
+}
+
+// The ways to what draws random numbers and is not dead in a method alone.
+static std::set<Way> used_draws(const Graph& method) {
+  Scopes scopes;
+  View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+  remove_dead_code(view, UnusedNorms::stay);
+  std::set<Way> ways;
+  for (const auto& [copy, place] : view.places)
+    if (draws(copy)) ways.insert(way_of(place));
+  return ways;
+}
+
+std::map<const Scope*, std::string> unused_draws(const Graph& method, Scopes& scopes) {
+  View view = copy_graph(method, scopes, [](const Scope*) { return true; });
+  std::vector<Place> drawing;
+  for (const auto& [copy, place] : view.places)
+    if (draws(copy)) drawing.push_back(place);
+  std::map<const Scope*, std::string> found;
+  if (drawing.empty()) return found;
+  remove_dead_code(view, UnusedNorms::stay);
+  std::map<const Graph*, std::set<Way>> used_in;
+  for (const Place& place : drawing) {
+    if (view.copies.count({place.scope, place.node})) continue;
+    Way way = {place.node};
+    for (const Scope* s = place.scope; s; s = s->parent) {
+      if (s->branch >= 0) continue;
+      if (const auto body = s->of_module ? callee(s->node) : nullptr) {
+        const auto used = used_in.find(body.get());
+        const std::set<Way>& ways = used == used_in.end() ? used_in[body.get()] = used_draws(*body) : used->second;
+        if (ways.count(way)) found.emplace(s, place.node->kind().toQualString());
+      }
+      way.push_back(s->node);
     }
   }
   return found;

@@ -29,6 +29,10 @@ std::unordered_set<const Scope*> used_calls(const Graph& method, Scopes& scopes)
 // run again from it.
 std::map<const Scope*, std::string> overwritten_arguments(const Graph& method, Scopes& scopes);
 
+// Of the module calls of a method, those that draw random numbers which nothing outside them uses, and what draws them:
+// TorchScript drops that operator with the rest of what is not used, and would not within tsmem::checkpoint.
+std::map<const Scope*, std::string> unused_draws(const Graph& method, Scopes& scopes);
+
 // Makes the calls that `checkpointed` chooses calls of tsmem::checkpoint; returns their places: (path relative to the
 // method's module, method). `outer`: that module's path. Throws Error(ErrorKind::request) for a method that can't be
 // run again.

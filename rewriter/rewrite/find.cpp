@@ -137,6 +137,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   if (!selection.checkpointed.empty()) {
     result.used = used_calls(graph, scopes);
     result.overwritten = overwritten_arguments(graph, scopes);
+    result.unused_draws = unused_draws(graph, scopes);
   }
   // Nothing is matched across the border of a module that runs again as a whole.
   const auto inlines = [&](const Scope* s) {

@@ -22,6 +22,7 @@ struct Result {
   std::unordered_set<const Scope*> around_unused;                // of norms that nothing uses, outside autocast blocks, and of dead draws
   std::unordered_set<const Scope*> used;                         // where modules run again: used_calls()
   std::map<const Scope*, std::string> overwritten;               // where modules run again: overwritten_arguments()
+  std::map<const Scope*, std::string> unused_draws;              // where modules run again: unused_draws()
   std::map<std::pair<const Scope*, Node*>, bool> draws_again;    // where modules run again: drawing_inside()
   std::set<std::string> not_used;                                // checkpointed modules whose calls are not used
   std::unordered_set<const Scope*> inlined;                      // around these calls

@@ -23,6 +23,8 @@ bool draws_in_place(const Node* n) {
   return kinds.count(n->kind()) > 0;
 }
 
+bool draws(const Node* n) { return n->kind() == aten::dropout || n->isNondeterministic() || draws_in_place(n); }
+
 static void collect(Block* block, bool (*holds)(const Node*), std::vector<Node*>& found) {
   for (Node* n : block->nodes()) {
     if (holds(n)) found.push_back(n);

@@ -15,6 +15,9 @@ bool updates_statistics(const Node* n);
 // Whether n draws random numbers and overwrites its argument with what it makes of them, as an in-place dropout does.
 bool draws_in_place(const Node* n);
 
+// Whether n draws random numbers.
+bool draws(const Node* n);
+
 // In the order in which they run.
 std::vector<Node*> nodes_where(Graph& graph, bool (*holds)(const Node*));
 
