@@ -1,11 +1,18 @@
 #include "rewriter/rewrite/autodiff.h"
 
+#include <fmt/format.h>
+#include <torch/csrc/jit/ir/alias_analysis.h>
 #include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/passes/constant_propagation.h>
 #include <torch/csrc/jit/passes/create_autodiff_subgraphs.h>
 #include <torch/csrc/jit/passes/dead_code_elimination.h>
 #include <torch/csrc/jit/passes/peephole.h>
 #include <torch/csrc/jit/runtime/profiling_record.h>
+
+#include <map>
+#include <set>
+
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 
@@ -71,6 +78,17 @@ static void collect_drawings(Block* block, Node* group, const std::vector<const 
   }
 }
 
+// As the profiling executor does before it looks for what to differentiate.
+static std::shared_ptr<Graph> profiled(std::shared_ptr<Graph> graph) {
+  ConstantPropagation(graph);
+  PeepholeOptimize(graph);
+  EliminateDeadCode(graph);
+  // It also puts an operator on each use of a tensor, which is moved with that use: so the order comes about.
+  auto instrumented = ProfilingRecord::instrumentGraph(graph)->graph();
+  ProfilingRecord::removeProfileCounter(instrumented->block());
+  return instrumented;
+}
+
 std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   std::vector<const Node*> sources;
   each_dropout(view.graph->block(), [&](Node* n) { sources.push_back(n); });
@@ -82,13 +100,7 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
     WithInsertPoint here(n);
     n->replaceInput(1, graph->insertConstant(probability(count++)));
   });
-  // As the profiling executor does before it looks for what to differentiate.
-  ConstantPropagation(graph);
-  PeepholeOptimize(graph);
-  EliminateDeadCode(graph);
-  // It also puts an operator on each use of a tensor, which is moved with that use: so the order comes about.
-  graph = ProfilingRecord::instrumentGraph(graph)->graph();
-  ProfilingRecord::removeProfileCounter(graph->block());
+  graph = profiled(graph);
   const auto drawings = [&] {
     std::vector<Drawing> all;
     collect_drawings(graph->block(), nullptr, sources, all);
@@ -109,6 +121,102 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   };
   if (for_nothing(as_written) != for_nothing(as_run)) found.clear();
   return found;
+}
+
+namespace {
+
+// Where a node stands in the model's source: the same in the original and in what is made of it.
+std::string standing(const Node* n) { return n->sourceRange().str(); }
+
+bool draws_as_run(const Node* n) {
+  static const std::set<Symbol> ours = [] {
+    std::set<Symbol> kinds;
+    for (const char* name : {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"})
+      kinds.insert(Symbol::fromQualString(std::string("tsmem::") + name));
+    return kinds;
+  }();
+  return draws(n) || ours.count(n->kind()) > 0;
+}
+
+void each_node(Block* block, const std::function<void(Node*)>& f) {
+  for (Node* n : block->nodes()) {
+    f(n);
+    if (n->kind() == prim::DifferentiableGraph) each_node(n->g(attr::Subgraph)->block(), f);
+    for (Block* b : n->blocks()) each_node(b, f);
+  }
+}
+
+std::vector<std::string> drawn(Graph& graph) {
+  std::vector<std::string> found;
+  each_node(graph.block(), [&](Node* n) {
+    if (draws_as_run(n)) found.push_back(standing(n));
+  });
+  return found;
+}
+
+bool overwrites(const Node* n) {
+  const FunctionSchema* schema = n->maybeSchema();
+  return schema && schema->is_mutable() && n->input(0)->type()->isSubtypeOf(*TensorType::get()) &&
+         n->input(0)->node()->kind() != prim::GetAttr;
+}
+
+// What TorchScript's groups change that can be seen from outside.
+struct Seen {
+  std::vector<std::string> as_written, as_run;  // what draws random numbers, in its order
+  std::map<std::string, std::string> overwritten;  // whose results leave a group and are overwritten after it, and what they are
+};
+
+// Without overwritten tensors or two draws there is nothing to see.
+bool may_be_seen(Graph& graph) {
+  size_t writes = 0, drawing = 0;
+  each_node(graph.block(), [&](Node* n) {
+    writes += overwrites(n);
+    drawing += draws_as_run(n);
+  });
+  return writes > 0 || drawing > 1;
+}
+
+Seen seen(const View& view) {
+  auto graph = profiled(view.graph->copy());
+  Seen result;
+  result.as_written = drawn(*graph);
+  differentiate(graph);
+  result.as_run = drawn(*graph);
+  std::vector<Node*> groups, writes;
+  const std::function<void(Block*)> collect = [&](Block* block) {
+    for (Node* n : block->nodes()) {
+      if (n->kind() == prim::DifferentiableGraph) groups.push_back(n);
+      if (overwrites(n)) writes.push_back(n);
+      for (Block* b : n->blocks()) collect(b);
+    }
+  };
+  collect(graph->block());
+  if (groups.empty() || writes.empty()) return result;
+  AliasDb aliases(graph);
+  for (Node* group : groups)
+    for (size_t i = 0; i < group->outputs().size(); ++i)
+      if (std::any_of(writes.begin(), writes.end(),
+                      [&](Node* n) { return aliases.writesToAlias(n, {group->output(i)}); })) {
+        const Node* made = group->g(attr::Subgraph)->outputs()[i]->node();
+        result.overwritten.emplace(standing(made), made->kind().toQualString());
+      }
+  return result;
+}
+
+}  // namespace
+
+std::string regrouped(const View& original, const View& rewritten) {
+  if (!may_be_seen(*rewritten.graph)) return "";
+  const Seen after = seen(rewritten);
+  if (after.overwritten.empty() && after.as_run == after.as_written) return "";
+  const Seen before = seen(original);
+  for (const auto& [where, what] : after.overwritten)
+    if (!before.overwritten.count(where))
+      return fmt::format("TorchScript would differentiate {} together with other operators, and its result is "
+                         "overwritten later: backward may raise an error where the original's does not", what);
+  if (after.as_run != after.as_written && after.as_run != before.as_run)
+    return "TorchScript would run its dropouts in another order than the original's, with other draws";
+  return "";
 }
 
 }  // namespace tsmem

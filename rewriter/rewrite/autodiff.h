@@ -1,5 +1,6 @@
 // What TorchScript's own differentiation does to a model, as far as its results can be seen from outside.
 #pragma once
+#include <string>
 #include <unordered_set>
 
 #include "rewriter/rewrite/view.h"
@@ -11,6 +12,10 @@ namespace tsmem {
 // with p = 0 and p = 1 too, where the operator alone draws none. None where TorchScript moves such a draw before or
 // behind another: then the draws of others are those of its first call only if nothing is drawn for nothing.
 std::unordered_set<const Node*> differentiated_dropouts(const View& view);
+
+// What the groups of a rewritten method's view do that those of its original's do not, as a sentence for a refusal;
+// empty where there is nothing. Our operators are in no group, so that others may come together that were apart.
+std::string regrouped(const View& original, const View& rewritten);
 
 // Makes groups of what TorchScript differentiates as one, when a graph runs with gradients for the third time or later.
 void differentiate(std::shared_ptr<Graph>& graph);

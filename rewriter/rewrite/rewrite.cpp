@@ -7,6 +7,7 @@
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/build.h"
 #include "rewriter/rewrite/find.h"
+#include "rewriter/rewrite/regrouped.h"
 #include "rewriter/rewrite/report.h"
 #include "rewriter/stays/stays.h"
 #include "rewriter/text.h"
@@ -76,7 +77,13 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   Scopes scopes;
   Results results = match_methods(module, selection, scopes);
   assign_matches(selection, scopes, results);
+  Results found = results;
   std::vector<Site> sites = build_bodies(module, selection, scopes, results);
+  if (!options.runs_eagerly && refuse_regrouped(results, found)) {
+    if (!dry_run) restore(module);  // the attributes of a plan
+    results = std::move(found);
+    sites = build_bodies(module, selection, scopes, results);
+  }
   RewriteReport done = report(module, selection, results);
   done.sites = std::move(sites);
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
