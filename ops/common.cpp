@@ -135,7 +135,8 @@ struct Refuse : torch::autograd::Function<Refuse> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-                                ": second derivatives are not supported; restore the original for this");
+                                ": second derivatives are not supported; rewrite with --level ops or without its "
+                                "pattern (--skip), or restore the original");
   }
 };
 }  // namespace

@@ -42,10 +42,10 @@ Pattern conv_bn_act() {
           .rules = rules(false)};
 }
 
-// The same, with the convolution repeated in backward.
+// The same, with the convolution recomputed in backward.
 Pattern conv_bn_act_recompute() {
   return {.name = "conv-bn-act-recompute",
-          .algebra = "z = act(batch_norm(conv(x, w))), the convolution repeated in backward",
+          .algebra = "z = act(batch_norm(conv(x, w))), the convolution recomputed in backward",
           .keeps = "before: x, y = conv(x, w), batch_norm(y) or z; after: x",
           .conditions =
               "y and batch_norm(y) have no other user but for their sizes; nothing writes to x later; used only where "

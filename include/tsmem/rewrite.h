@@ -19,7 +19,7 @@ namespace tsmem {
 enum class Level { ops, regions, plan };
 
 struct RewriteOptions {
-  Level level = Level::ops;
+  Level level = Level::ops;                // the tool's and Python's default is regions
   std::vector<Pattern> patterns;           // the user's own (tsmem/pattern.h), tried before the built-in ones
   std::vector<std::string> only, skip;     // pattern names; `only` also enables the patterns that are off by default
   std::vector<std::string> module_globs;   // restricts the rewrite to matching module paths; empty: everywhere

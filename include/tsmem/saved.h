@@ -9,13 +9,13 @@ namespace tsmem {
 
 // Why backward needs a tensor of forward: what would help depends on it.
 enum class Why {
-  no_operator,   // an operator keeps it that tsmem has none for
-  not_replaced,  // an operator keeps it that tsmem has one for, in a place where no pattern matches
-  expensive,     // a convolution, a linear layer, a matrix product or attention made it: plans alone compute it again
-  not_offered,   // what made it is no operator of tsmem's that could compute it again
+  no_operator,   // tsmem has no operator for the one that keeps it
+  not_replaced,  // tsmem has one for the operator that keeps it, but no pattern matches there
+  expensive,     // a convolution, a linear layer, a matrix product or attention made it: plans alone recompute it
+  not_offered,   // what made it is no operator of tsmem's that could recompute it
   own,           // an operator of tsmem's needs it for its own backward
   level_ops,     // Level::ops recomputes nothing
-  sources,       // computing it again would take other tensors that are gone, or as large
+  sources,       // recomputing it would take other tensors that are gone, or as large
   unknown,       // nothing is known of what the operator keeps
 };
 

@@ -326,8 +326,8 @@ def _said(report: Dict[str, Any]) -> str:
 def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend: takes Dynamo's graph and its inputs, returns what runs in its place.
 
-    Options (torch.compile's `options`): those of tsmem.rewrite that mean something here (level, only, skip, module, budget, estimate,
-    solve_seconds, seed), and strict=True, which raises tsmem.Error where a graph would else run as it is.
+    Options (torch.compile's `options`): those of tsmem.rewrite that mean something here (level, only, skip, module, patterns, budget,
+    estimate, solve_seconds, seed), and strict=True, which raises tsmem.Error where a graph would else run as it is.
     """
     options = dict(kwargs.get("options") or {})
     strict = options.pop("strict", False)

@@ -36,12 +36,15 @@ def _scripted(module: Any) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return module._c
     name = type(module).__name__
-    what = "an eager nn.Module" if isinstance(module, torch.nn.Module) else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-    raise Error(
-        f"{what} was given; tsmem takes TorchScript and programs of torch.export: "
-        "pass torch.jit.script(model), or torch.export.export(model, examples).",
-        "request",
-    )
+    article = "An" if name[0] in "aeiouAEIOU" else "A"
+    if isinstance(module, torch.export.ExportedProgram):
+        what = "An ExportedProgram was given, and only tsmem.rewrite takes one: save it with torch.export.save and use the tsmem command, or pass TorchScript."
+    elif isinstance(module, torch.nn.Module):
+        what = ('An eager nn.Module was given: use torch.compile(model, backend="tsmem"), or pass TorchScript (torch.jit.script(model)), or to tsmem.rewrite a program of'
+                " torch.export.")
+    else:
+        what = f"{article} {name} was given; tsmem takes TorchScript: pass torch.jit.script(model)."
+    raise Error(what, "request")
 
 
 def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:

@@ -228,7 +228,7 @@ c10::Device device_named(const std::string& device) {
   try {
     return c10::Device(device);
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::request, "'" + device + "' is not a device; use cpu or cuda.");
+    throw Error(ErrorKind::request, "'" + device + "' is not a device; use cpu, cuda or cuda:N.");
   }
 }
 

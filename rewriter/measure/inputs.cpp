@@ -385,7 +385,7 @@ void require_device(const std::string& device) {
   } catch (const std::exception&) {
   }
   if (!d || (!d->is_cpu() && !d->is_cuda()))
-    throw Error(ErrorKind::request, fmt::format("The device {} is not known; use cpu or cuda.", device));
+    throw Error(ErrorKind::request, fmt::format("'{}' is not a device; use cpu, cuda or cuda:N.", device));
   if (d->is_cpu()) return;
   // The tool links LibTorch's CPU part alone, so that it starts without CUDA; its CUDA part registers itself when
   // loaded. Before anybody asks LibTorch about CUDA: it looks for that part once, and remembers.
