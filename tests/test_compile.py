@@ -728,8 +728,8 @@ def test_says_what_was_found(caplog):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"levle": "ops"}, "did you mean 'level'?"), ({"level": "all"}, "use ops, regions or plan"), ({"only": ["conv-bn"]}, "there is no pattern"),
-    ({"checkpoint": ["a"]}, "torch.utils.checkpoint"), ({"module": "nothing.*"}, "no module matches"), ({"budget": "1KiB"}, "smallest possible budget"),
+    ({"levle": "ops"}, "did you mean 'level'?"), ({"level": "all"}, "use ops, regions or plan"), ({"only": ["conv-bn"]}, "There is no pattern"),
+    ({"checkpoint": ["a"]}, "torch.utils.checkpoint"), ({"module": "nothing.*"}, "No module matches"), ({"budget": "1KiB"}, "smallest possible budget"),
 ])
 def test_wrong_options_are_told(options, words):
     with pytest.raises(Exception, match=words.replace("?", r"\?")):

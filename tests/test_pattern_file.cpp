@@ -299,9 +299,9 @@ TEST(PatternFile, PatternsOfAProgramAreCheckedToo) {
     return std::string();
   };
   Pattern p{.name = "mine", .algebra = "", .keeps = "", .conditions = "", .rules = {}};
-  EXPECT_EQ(said(p), "pattern mine: it has no rule");
+  EXPECT_EQ(said(p), "Pattern mine: it has no rule");
   p.rules = {{.match = "%z = relu(%x)", .rewrite = "%z = mine::wrong(%y)"}};
-  EXPECT_EQ(said(p), "pattern mine: rewrite, line 1, column 18: neither match nor rewrite makes %y");
+  EXPECT_EQ(said(p), "Pattern mine: rewrite, line 1, column 18: neither match nor rewrite makes %y");
   p.name = "bn-act";
   EXPECT_NE(said(p).find("tsmem has a pattern 'bn-act' of its own"), std::string::npos);
 }

@@ -571,8 +571,8 @@ TEST(Rewrite, UnknownNamesEndInASentence) {
   freeze.freeze = {"nothing.*"};
   EXPECT_NE(message(pattern).find("did you mean 'bn-act'"), std::string::npos) << message(pattern);
   EXPECT_NE(message(method).find("no method 'foward'"), std::string::npos);
-  EXPECT_NE(message(module).find("no module matches"), std::string::npos);
-  EXPECT_NE(message(freeze).find("no parameter matches"), std::string::npos);
+  EXPECT_NE(message(module).find("No module matches"), std::string::npos);
+  EXPECT_NE(message(freeze).find("No parameter matches"), std::string::npos);
 }
 
 TEST(Rewrite, ConvNormActAsOneOp) {

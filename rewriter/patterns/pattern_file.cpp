@@ -229,7 +229,7 @@ void check_patterns(const std::vector<Pattern>& patterns) {
   std::set<std::string> names;
   for (const Pattern& p : patterns) {
     const auto fail = [&](const std::string& what) {
-      throw Error(ErrorKind::request, fmt::format("pattern {}: {}", p.name, what));
+      throw Error(ErrorKind::request, fmt::format("Pattern {}: {}", p.name, what));
     };
     if (!is_pattern_name(p.name)) fail("a name has letters, digits and '-'");
     if (built_in(p.name)) fail(name_taken(p.name));

@@ -97,12 +97,12 @@ void checkpoint_in(const View& body, const ModuleClass& c, const Selection& sele
       return false;
     if (const auto written = result.overwritten.find(scope->second.get()); written != result.overwritten.end())
       throw Error(ErrorKind::request,
-                  fmt::format("checkpoint can't wrap {}: an argument of its method {} is overwritten "
+                  fmt::format("Checkpoint can't wrap {}: an argument of its method {} is overwritten "
                               "later ({}), so it can't be run again",
                               join_path(c.paths.front(), scope->second->path), call->s(attr::name), written->second));
     if (const auto drawing = result.unused_draws.find(scope->second.get()); drawing != result.unused_draws.end())
       throw Error(ErrorKind::request,
-                  fmt::format("checkpoint can't wrap {}: its method {} draws random numbers for a result that nothing "
+                  fmt::format("Checkpoint can't wrap {}: its method {} draws random numbers for a result that nothing "
                               "uses ({}), which the original leaves out, and a method that is run again would not",
                               join_path(c.paths.front(), scope->second->path), call->s(attr::name), drawing->second));
     return true;

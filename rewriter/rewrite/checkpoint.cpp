@@ -24,7 +24,7 @@ std::set<std::string> checkpointed_paths(const std::vector<ModuleClass>& classes
           found.insert(path);
           any = true;
         }
-    if (!any) throw Error(ErrorKind::request, fmt::format("no module to checkpoint matches '{}'", glob), "modules");
+    if (!any) throw Error(ErrorKind::request, fmt::format("No module to checkpoint matches '{}'", glob), "modules");
   }
   std::set<std::string> outermost;
   for (const std::string& path : found) {
@@ -284,7 +284,7 @@ std::vector<std::pair<std::string, std::string>> checkpoint_calls(
     if (auto body = callee(n))
       if (const std::string why = runs_once(*body); !why.empty())
         throw Error(ErrorKind::request,
-                    fmt::format("checkpoint can't wrap {}: its method {} {}, so it can't be run again",
+                    fmt::format("Checkpoint can't wrap {}: its method {} {}, so it can't be run again",
                                 join_path(outer, *path), n->s(attr::name), why));
     WithInsertPoint here(n);
     Value* cast = insert_method_call(*n->owningGraph(), "tsmem::checkpoint", n->input(0), n->s(attr::name),

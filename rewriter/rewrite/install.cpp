@@ -55,7 +55,7 @@ void install(const c10::ClassTypePtr& type, const std::string& method, const std
 
 void check_autocast(const Module& module, const std::string& method) {
   GraphFunction* function = graph_function(module.type()->findMethod(method));
-  if (!function) throw Error(ErrorKind::request, fmt::format("there is no method '{}' to run under autocast", method));
+  if (!function) throw Error(ErrorKind::request, fmt::format("There is no method '{}' to run under autocast", method));
   Scopes scopes;
   const View view = copy_graph(*function->graph(), scopes, [](const Scope*) { return true; });
   for (const auto& [n, place] : view.places)

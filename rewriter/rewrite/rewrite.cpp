@@ -28,7 +28,7 @@ void set_requires_grad(Module& module, const RewriteOptions& o) {
         if (p.value.is_floating_point() || p.value.is_complex()) p.value.set_requires_grad(on);
       }
       if (count == 0)
-        throw Error(ErrorKind::request, fmt::format("no parameter matches '{}', which {} names", glob, option),
+        throw Error(ErrorKind::request, fmt::format("No parameter matches '{}', which {} names", glob, option),
                     "modules");
     }
   };

@@ -70,7 +70,7 @@ std::vector<const Pattern*> chosen_patterns(const RewriteOptions& o) {
       if (std::find(names.begin(), names.end(), name) == names.end()) {
         const std::string near = nearest(name, names);
         throw Error(ErrorKind::request,
-                    fmt::format("there is no pattern '{}'{}", name,
+                    fmt::format("There is no pattern '{}'{}", name,
                                 near.empty() ? "" : fmt::format(", did you mean '{}'?", near)),
                     "patterns");
       }
@@ -91,7 +91,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
       std::vector<std::string> names;
       for (const auto& m : module.get_methods()) names.push_back(m.name());
       throw Error(ErrorKind::request,
-                  fmt::format("the model has no method '{}'; it has: {}", options.method, fmt::join(names, ", ")));
+                  fmt::format("The model has no method '{}'; it has: {}", options.method, fmt::join(names, ", ")));
     }
     s.wanted = reachable({{module.type().get(), options.method}});
   }
@@ -99,7 +99,7 @@ Selection select(const Module& module, const RewriteOptions& options) {
     bool any = false;
     for (const ModuleClass& c : s.classes)
       for (const std::string& path : c.paths) any |= glob_covers(glob, path);
-    if (!any) throw Error(ErrorKind::request, fmt::format("no module matches '{}'", glob), "modules");
+    if (!any) throw Error(ErrorKind::request, fmt::format("No module matches '{}'", glob), "modules");
   }
   s.checkpointed = checkpointed_paths(s.classes, options.checkpoint);
   for (const ModuleClass& c : s.classes)

@@ -30,7 +30,7 @@ PATTERNS = ("conv-bn-act-recompute conv-bn-act bn-act-max-pool bn-add-act bn-act
             " linear layer-norm cat add mul attention softmax copies addmm rms-norm composed-activation prelu glu rrelu rnn pointwise lookup").split()
 TIMEOUT = 300
 # What the tool refuses by name, and documents: docs/regions.md.
-REFUSALS = (re.compile(r"checkpoint can't wrap (\S+): (?:its|an argument of its) method \S+ .*, (?:so it can't be|and a method that is) run again"), re.compile(r"(\S+) is to be checkpointed but not \S+, which is called by the same code"))
+REFUSALS = (re.compile(r"Checkpoint can't wrap (\S+): (?:its|an argument of its) method \S+ .*, (?:so it can't be|and a method that is) run again"), re.compile(r"(\S+) is to be checkpointed but not \S+, which is called by the same code"))
 
 
 @dataclass

@@ -459,7 +459,7 @@ def s_sequence(w):
         if k < 0.12:
             s = recurrent(w, s)
         elif k < 0.2:
-            s = define(w, f"{module(w, 'norm', f'nn.LayerNorm({d})')}({s.name})", s.shape)
+            s = define(w, w.one(f"{module(w, 'norm', f'nn.LayerNorm({d})')}({s.name})", f"F.rms_norm({s.name}, [{d}], {parameter(w, (d,))})", f"F.layer_norm({s.name}, [{d}])"), s.shape)
         elif k < 0.45:
             s = define(w, w.one(f"{module(w, 'fc', f'nn.Linear({d}, {d})')}({s.name})", f"F.linear({s.name}, {parameter(w, (d, d))})", f"{s.name} @ {parameter(w, (d, d))}", f"torch.matmul({s.name}, {parameter(w, (d, d))}.t())",
                                 f"F.linear({s.name}, {parameter(w, (d, d))}, {parameter(w, (d,))})"), s.shape)
@@ -485,6 +485,41 @@ def s_sequence(w):
             s = define(w, w.one(*BINARY).format(a=s.name, b=o.name), s.shape)
     define(w, w.one(f"{s.name}.transpose(1, 2).reshape({n}, {c}, {h}, {wd})", f"{s.name}.transpose(1, 2).contiguous().view({n}, {c}, {h}, {wd})", f"{s.name}.reshape({n}, {c}, {h}, {wd})", f"{s.name}.transpose(1, 2).unflatten(2, [{h}, {wd}])",
                     f"{s.name}.contiguous().view({n}, {c}, {h}, {wd})"), v.shape)
+
+
+def s_loss(w):
+    """Cross entropy of logits, of rows or of a picture's points, by itself or after a linear layer; its result goes into a value."""
+    v = image(w)
+    if not v:
+        return
+    n, c, h, wd = w.p.main
+    classes = c if w.chance(0.3) else w.one(5, 40, 70)
+    options = w.one("", "", "", ", ignore_index=1", ", reduction='sum'", ", reduction='none'", ", label_smoothing=0.1")
+    if w.chance(0.2):
+        options += f", weight={module(w, 'buf', f'nn.Buffer(torch.arange(1.0, {classes + 1}.0) / {classes})')}"
+    targets = lambda *shape: f"(torch.arange({' * '.join(map(str, shape))}) * 7 % {classes}).view({', '.join(map(str, shape))})"
+    if classes == c and w.chance(0.4):
+        l = define(w, f"F.cross_entropy({v.name}, {targets(n, h, wd)}{options})", ())
+    else:
+        t = h * wd
+        s = define(w, w.one(f"{v.name}.flatten(2).transpose(1, 2)", f"{v.name}.permute(0, 2, 3, 1).reshape({n}, {t}, {c})"), (n, t, c))
+        if classes != c or w.chance(0.5):
+            weight = parameter(w, (classes, c)) if w.chance(0.4) else ""
+            bias = f", {parameter(w, (classes,))}" if w.chance(0.5) else ""
+            s = define(w, f"F.linear({s.name}, {weight}{bias})" if weight else f"{module(w, 'fc', f'nn.Linear({c}, {classes})')}({s.name})", (n, t, classes))
+        x = s.name
+        if w.chance(0.15):
+            x = define(w, f"{x}.float()", s.shape).name
+        if w.chance(0.3):
+            x, t = define(w, w.one("{x}[:, :-1]", "{x}[:, :-1, :]", "{x}[..., :-1, :]", "{x}[:, :-1].contiguous()", "{x}[..., :-1, :].contiguous()").format(x=x), (n, t - 1, classes)).name, t - 1
+        if w.chance(0.3):
+            l = define(w, f"F.cross_entropy({x}{w.one('.transpose(1, 2)', '.permute(0, 2, 1)', '.mT')}, {targets(n, t)}{options})", ())
+        else:
+            flat = w.one(f".reshape(-1, {classes})", ".flatten(0, 1)", f".reshape({n * t}, {classes})", f".contiguous().view(-1, {classes})")
+            loss = "F.nll_loss(F.log_softmax({x}, -1), {t}{o})" if "smoothing" not in options and w.chance(0.2) else "F.cross_entropy({x}, {t}{o})"
+            l = define(w, loss.format(x=x + flat, t=targets(n * t), o=options), ())
+    w.env.remove(l)  # of a shape that nothing else here has
+    define(w, w.one("{v} + {l}.to({v}.dtype)", "{v} * (1.0 + 0.1 * {l}.to({v}.dtype))", "{v} * torch.sigmoid({l}).to({v}.dtype)").format(v=v.name, l=f"{l.name}.mean()" if "none" in options else l.name), v.shape)
 
 
 def s_roll(w):
@@ -761,7 +796,7 @@ def s_module_list(w):
 
 STATEMENTS = [
     (s_activation, 10), (s_activation_module, 6), (s_in_place, 9), (s_arithmetic, 8), (s_alias, 8), (s_binary, 9), (s_in_place_binary, 8), (s_dropout, 5), (s_conv, 8), (s_norm, 5), (s_conv_norm_act, 9), (s_residual, 6),
-    (s_squeeze_excite, 3), (s_pool, 5), (s_cat, 4), (s_sequence, 5), (s_roll, 3), (s_broadcast, 4), (s_state, 3), (s_container, 3), (s_function, 4), (s_if, 7), (s_loop, 4), (s_no_grad, 3), (s_autocast, 2), (s_block, 8), (s_module_list, 2),
+    (s_squeeze_excite, 3), (s_pool, 5), (s_cat, 4), (s_sequence, 5), (s_loss, 2), (s_roll, 3), (s_broadcast, 4), (s_state, 3), (s_container, 3), (s_function, 4), (s_if, 7), (s_loop, 4), (s_no_grad, 3), (s_autocast, 2), (s_block, 8), (s_module_list, 2),
 ]
 
 
