@@ -110,7 +110,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
            t.scalar_type() == q.scalar_type();
   };
   const AttentionArgs args{mask, is_causal, scale, dropout_p};
-  const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa;
+  const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa &&
+                     !(mask && is_causal);  // PyTorch raises
   const int64_t backend = !usual        ? -1
                           : q.is_meta() ? q.size(3) == v.size(3) ? kFlash : -1  // stands for the CPU
                                         : at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);

@@ -77,8 +77,8 @@ bool plain(const at::Tensor& x) {
 
 bool only_ours(const at::Tensor& t) {
   return t.defined() && !at::GradMode::is_enabled() && !t.requires_grad() && t.use_count() == 1 && t.has_storage() &&
-         t.storage().use_count() == 1 && t.is_non_overlapping_and_dense() && t.numel() > 0 &&
-         !t.key_set().has(c10::DispatchKey::Python);
+         t.storage().use_count() == 1 && t.is_non_overlapping_and_dense() && t.numel() > 0 && !t.is_neg() &&
+         !t._is_zerotensor() && !t.key_set().has(c10::DispatchKey::Python);
 }
 
 bool has_kernel(const c10::OperatorHandle& op, const at::Tensor& x) {

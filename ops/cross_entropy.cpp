@@ -7,11 +7,21 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 
+#include "cross_entropy.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
 
 namespace tsmem {
+
+at::Tensor weights_of_targets(const at::Tensor& target, const OptTensor& class_weight, int64_t ignore_index,
+                              at::ScalarType dtype) {
+  const at::Tensor valid = target.ne(ignore_index);
+  if (!class_weight) return valid.to(dtype);
+  const at::Tensor classes = target.masked_fill(valid.logical_not(), 0).clamp_(0, class_weight->numel() - 1);
+  return class_weight->to(dtype).take(classes).mul_(valid);
+}
+
 namespace {
 
 using at::Tensor;
@@ -56,13 +66,6 @@ struct Loss {
   int64_t reduction, ignore_index;
 };
 
-// Of each target its class's weight, 0 for one that is ignored.
-Tensor weights_of(const Tensor& target, const OptTensor& weight, const Loss& loss, at::ScalarType dtype) {
-  const Tensor valid = target.ne(loss.ignore_index);
-  if (!weight) return valid.to(dtype);
-  return weight->to(dtype).take(target.masked_fill(valid.logical_not(), 0)).mul_(valid);
-}
-
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& weight,
                         const Loss& loss) {
@@ -70,13 +73,15 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     const auto dtype = acc_type(x.scalar_type());
     const Tensor rows = as_rows(x), targets = as_rows(target, rows);
     const OptTensor scale = weight ? OptTensor(weight->to(dtype)) : OptTensor();
-    Tensor losses = at::empty(targets.sizes(), x.options().dtype(dtype));
+    Tensor losses = at::empty(target.sizes(), x.options().dtype(dtype));  // no view: the caller may write to it
+    const Tensor losses_of_rows = as_rows(losses, rows);
     each_part(rows, [&](const auto& part) {
       const Tensor log_p = at::log_softmax(part(rows), 1, dtype);
-      part(losses).copy_(at::nll_loss_nd(log_p, part(targets), scale, at::Reduction::None, loss.ignore_index));
+      part(losses_of_rows).copy_(at::nll_loss_nd(log_p, part(targets), scale, at::Reduction::None, loss.ignore_index));
     });
     Tensor total;
-    if (loss.reduction == at::Reduction::Mean) total = weights_of(target, weight, loss, dtype).sum();
+    if (loss.reduction == at::Reduction::Mean)
+      total = weights_of_targets(target, weight, loss.ignore_index, dtype).sum();
     Keeper keeper;
     keeper.add(x);
     keeper.add(target, /*always_itself=*/true);
@@ -85,7 +90,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     keeper.save(ctx);
     ctx->saved_data["reduction"] = loss.reduction;
     ctx->saved_data["ignore_index"] = loss.ignore_index;
-    if (loss.reduction == at::Reduction::None) return losses.view(target.sizes()).to(x.scalar_type());
+    if (loss.reduction == at::Reduction::None) return losses.to(x.scalar_type());
     losses = losses.sum();
     return (total.defined() ? losses.div_(total) : losses).to(x.scalar_type());
   }
@@ -102,7 +107,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
       at::NoGradGuard no_grad;
       const Tensor x = kept[0], target = kept[1], total = kept[3];
       const auto dtype = acc_type(x.scalar_type());
-      Tensor factor = weights_of(target, optional(kept[2]), loss, dtype).mul_(grad);
+      Tensor factor = weights_of_targets(target, optional(kept[2]), loss.ignore_index, dtype).mul_(grad);
       if (total.defined()) factor.div_(total);
       const Tensor ignored = target.eq(loss.ignore_index);
       factor.masked_fill_(ignored, 0);  // where all are, the total is 0

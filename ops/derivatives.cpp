@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "torch_version.h"
+
 namespace tsmem {
 namespace {
 
@@ -39,9 +41,9 @@ Tensor pow_exponent_of_number(Call c) {
 
 Tensor clamped(Call c, size_t min, size_t max) {
   Tensor inside;
-  if (min && !c.arguments[min].isNone()) inside = c[0] >= c.number(min);
+  if (min && !c.arguments[min].isNone()) inside = kClampPassesAtBound ? c[0] >= c.number(min) : c[0] > c.number(min);
   if (max && !c.arguments[max].isNone()) {
-    const Tensor below = c[0] <= c.number(max);
+    const Tensor below = kClampPassesAtBound ? c[0] <= c.number(max) : c[0] < c.number(max);
     inside = inside.defined() ? inside.logical_and_(below) : below;
   }
   return inside.defined() ? at::where(inside, c.grad, at::zeros({}, c.grad.options())) : c.grad;

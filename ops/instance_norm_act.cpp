@@ -28,7 +28,10 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
   const int64_t images = input.size(0), channels = input.size(1);
   std::vector<int64_t> one_image = input.sizes().vec();
   one_image[0] = 1, one_image[1] = images * channels;
-  const OptTensor mean = repeated(running_mean, images), var = repeated(running_var, images);
+  // PyTorch casts what it repeats: what is copied back below is cast again.
+  const auto dtype = weight ? weight->scalar_type() : input.scalar_type();
+  const auto statistics = [&](const OptTensor& t) { return t ? OptTensor(repeated(t, images)->to(dtype)) : t; };
+  const OptTensor mean = statistics(running_mean), var = statistics(running_var);
   const Tensor out =
       batch_norm_act(input.contiguous().view(one_image),
                      {repeated(weight, images), repeated(bias, images), mean, var, use_input_stats, momentum, eps},

@@ -10,6 +10,7 @@
 #include <c10/core/WrapDimMinimal.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "cross_entropy.h"
 #include "linear.h"
 #include "norm_ops.h"
 #include "recompute.h"
@@ -85,7 +86,14 @@ bool are_rows(const Tensor& x, int64_t classes, const Tensor& target, const Betw
     return in_range(between.dim0) && in_range(between.dim1) && dim(between.dim0) == 0 &&
            dim(between.dim1) == x.dim() - 2;
   const auto sizes = between.sizes.value();
-  return sizes.size() == 2 && is(sizes[0], rows) && is(sizes[1], classes);
+  if (sizes.size() != 2 || !is(sizes[0], rows) || !is(sizes[1], classes)) return false;
+  return sizes[0] != -1 || sizes[1] != -1;
+}
+
+// Whether view() takes a slice of the logits of x as rows: these must follow each other in memory.
+bool viewable(const Tensor& x, const Tensor& part, const Between& between) {
+  const int64_t dim = c10::maybe_wrap_dim(between.slice_dim, x.dim(), /*wrap_scalar=*/false);
+  return part.size(dim) == x.size(dim) || (between.step == 1 && c10::multiply_integers(x.sizes().slice(0, dim)) == 1);
 }
 
 // Bytes of the gradients that are kept, which are those of x and of the weight, in float32 for 16 bits.
@@ -116,6 +124,7 @@ bool in_blocks(const Head& h, const Between& between, at::ScalarType loss_type) 
                            c10::maybe_wrap_dim(between.slice_dim, x.dim()) == x.dim() - 1))
     return false;  // a slice of the classes
   const Tensor part = between.slice(x);
+  if (between.arrange == "view" && between.slices() && !viewable(x, part, between)) return false;
   const int64_t classes = weight.size(0);
   return part.numel() > 0 && are_rows(part, classes, target, between) &&
          kept_bytes(part, weight) < part.numel() / part.size(-1) * classes * static_cast<int64_t>(part.element_size());
@@ -140,8 +149,24 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     const OptTensor scale = class_weight ? OptTensor(class_weight->to(dtype)) : OptTensor();
     const Tensor ignored = targets.eq(ignore_index);
     const Tensor classes = targets.masked_fill(ignored, 0);
-    Tensor factors = ignored.logical_not().to(dtype);  // of each row its class's weight, 0 where it is ignored
-    if (scale) factors.mul_(scale->take(classes));
+    Tensor factors = weights_of_targets(targets, scale, ignore_index, dtype);
+    // The gradients that are kept are of the loss times `total`, which keeps 16 bits in their range: a sum over rows,
+    // and in units of the largest weight.
+    Tensor total, weights_sum;
+    if (reduction == at::Reduction::Mean) {
+      weights_sum = factors.sum();
+      // Without a weight rows get no number, and those that are ignored zeros.
+      factors.masked_fill_(weights_sum.eq(0).logical_and(ignored.logical_not()), NAN);
+    }
+    if (scale) {
+      Tensor unit = factors.abs().amax();
+      unit = at::where(unit.isfinite().logical_and(unit > 0), unit, at::ones({}, unit.options()));
+      factors.div_(unit);
+      total = weights_sum.defined() ? weights_sum / unit : unit.reciprocal();
+    } else {
+      total = weights_sum;
+    }
+    if (weights_sum.defined()) total = total.masked_fill(weights_sum.eq(0), 1);
 
     Tensor dx, dw, db, loss = at::zeros({}, rows.options().dtype(dtype));
     if (input.requires_grad()) dx = at::empty(rows.sizes(), rows.options());
@@ -162,23 +187,22 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
       const Tensor g = p.to(input.scalar_type());
       if (dx.defined()) part(dx).copy_(g.mm(weight));
       if (!dw.defined()) continue;
+      // A sum over rows may leave float16's range; the loss's gradient will bring it back.
       if (dtype == input.scalar_type())
         dw.addmm_(g.t(), x);
-      else
+      else if (input.scalar_type() != at::kHalf)
         dw.add_(g.t().mm(x));
+      else if (input.is_cuda())
+        dw.add_(at::mm(g.t(), x, dtype));
+      else
+        dw.addmm_(p.t(), x.to(dtype));
     }
 
     Keeper keeper;
     keeper.add(dx.defined() ? dx.view(input.sizes()) : dx, /*always_itself=*/true);
     keeper.add(dw, /*always_itself=*/true);
     keeper.add(db, /*always_itself=*/true);
-    // Where all are ignored the mean is none, and its gradients are zeros.
-    Tensor total;
-    if (reduction == at::Reduction::Mean) {
-      total = factors.sum();
-      loss.div_(total);
-      total.masked_fill_(ignored.all(), 1);
-    }
+    if (weights_sum.defined()) loss.div_(weights_sum);
     keeper.add(total, /*always_itself=*/true);
     keeper.save(ctx);
     ctx->saved_data["dtype"] = weight.scalar_type();
@@ -203,11 +227,15 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         result[i] = (ours ? g.to(wide).mul_(factor) : g.mul(factor)).to(dtype);
       }
     }
-    // x and the weight, on which they depend, are not kept: something that needs a gradient stands for them.
-    std::vector<Tensor> made(result.begin(), result.begin() + 3);
+    // x and the weight, on which they depend, are not kept: something stands for each that has its place in the graph.
+    std::vector<Tensor> made(result.begin(), result.begin() + 3), inputs = {grad};
     if (at::GradMode::is_enabled())
-      made = refuse_double_backward(std::move(made), "linear_cross_entropy",
-                                    {grad, at::zeros({}, grad.options()).requires_grad_()});
+      for (const torch::autograd::Edge& edge : torch::autograd::get_current_node()->next_edges()) {
+        if (!edge.is_valid()) continue;
+        inputs.push_back(at::zeros({}, grad.options()));
+        torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
+      }
+    made = refuse_double_backward(std::move(made), "linear_cross_entropy", inputs);
     std::copy(made.begin(), made.end(), result.begin());
     return result;
   }

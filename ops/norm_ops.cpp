@@ -81,7 +81,9 @@ Tensor norm_apply(const Tensor& input, const OptTensor& weight, const OptTensor&
 std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
   at::AutoDispatchBelowADInplaceOrView guard;
   static const BackwardOp op("tsmem::_batch_norm_act_backward");
-  auto [x, w, bias, pre] = op(b.grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
+  // It may be written to, which PyTorch's fallbacks for lazy negation and zeros can't do for an argument.
+  const Tensor grad = b.grad._is_zerotensor() ? at::zeros(b.grad.sizes(), b.grad.options()) : b.grad.resolve_neg();
+  auto [x, w, bias, pre] = op(grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
                               b.channels_last, act, want, b.overwrite_grad);
   return {x, w, bias, pre};
 }

@@ -113,6 +113,9 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
   if (!worth) return nullptr;
   if (whole.is_same(t)) return known->recipe;
+  // A view as another type, or one that negates or conjugates: as_strided gives none of these.
+  if (t.scalar_type() != whole.scalar_type() || t.is_neg() != whole.is_neg() || t.is_conj() != whole.is_conj())
+    return nullptr;
   auto view = std::make_shared<Recipe>();
   view->sources.push_back({known->recipe, std::nullopt});
   view->depth = known->recipe->depth;

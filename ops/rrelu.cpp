@@ -1,6 +1,8 @@
 // rrelu: in training the slope below 0 is drawn for each element. Kept: the generator's state and a bit an element,
 // which tells where a slope was drawn; backward draws them again. PyTorch's keeps the slopes and the input. In
 // evaluation it is a leaky ReLU, as PyTorch's. Source: ATen/native/Activation.cpp, rrelu_with_noise.
+#include <cmath>
+
 #include "activation.h"
 #include "generator.h"
 #include "recompute.h"
@@ -71,7 +73,8 @@ Tensor run(const Tensor& self, const at::Scalar& lower, const at::Scalar& upper,
   const double a = lower.toDouble(), b = upper.toDouble();
   const bool ours = needs_grad(self) && plain(self) && self.numel() > 0 && has_kernel(packer, self);
   // PyTorch's result is contiguous too.
-  if (!training && ours) return act(self.contiguous(), "leaky_relu", {(a + b) / 2}, recompute, false);
+  if (!training && ours && a <= b && std::isfinite(a) && std::isfinite(b))  // else PyTorch raises
+    return act(self.contiguous(), "leaky_relu", {(a + b) / 2}, recompute, false);
   // Of close slopes PyTorch's backward takes the mean.
   if (!ours || !(b - a > 1e-6) || !draws_again(self) || !self.is_non_overlapping_and_dense())
     return at::rrelu(self, lower, upper, training);

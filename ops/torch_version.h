@@ -17,4 +17,7 @@ using NodePtr = std::shared_ptr<torch::autograd::Node>;
 using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
 #endif
 
+// Whether the gradient of clamp, clamp_min and clamp_max passes where the input is the bound itself (pytorch#191142).
+constexpr bool kClampPassesAtBound = TORCH_VERSION_MINOR < 14;
+
 }  // namespace tsmem

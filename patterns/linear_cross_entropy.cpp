@@ -11,7 +11,7 @@ Pattern linear_cross_entropy() {
                 "before: x, weight, the logits and their log_softmax; after: the gradients of x, weight and bias, "
                 "where they are smaller than the logits",
             .conditions =
-                "the logits have no other user but for their sizes; the loss is a mean or a sum over classes "
+                "the logits have no other user but for their sizes; nothing writes to x later; the loss is a mean or a sum over classes "
                 "(else both run by themselves)",
             .for_regions = true,
             .rules = {}};
@@ -47,7 +47,8 @@ Pattern linear_cross_entropy() {
                     ", %t, %cw, %reduction, %ignore, %smoothing)",
            .rewrite = "%z = tsmem::linear_cross_entropy(%x, %w, %b, %t, %cw, %reduction, %ignore, %smoothing, " +
                       slice.arguments + ", " + arranged.arguments + (cast ? ", 6)" : ")"),
-           .sizes = "%l = tsmem::linear_output_size(%x, %w)"});
+           .sizes = "%l = tsmem::linear_output_size(%x, %w)",
+           .intact = {"x"}});
   };
   for (const Step& slice : slices)
     for (const bool contiguous : {false, true})

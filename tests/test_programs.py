@@ -770,6 +770,37 @@ class ProductsInPlace(nn.Module):
         return a, b
 
 
+class WritesToALossesRowsLater(Conv):
+    """PyTorch's linear layer keeps a copy of the rows, which are a view here."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 40)
+
+    def forward(self, x):
+        y = self.conv(x)
+        rows = y.permute(0, 2, 3, 1).reshape(2, 64, 4)
+        loss = F.cross_entropy(self.last(rows).reshape(128, 40), torch.arange(128) % 40, reduction="none")
+        y *= 2.0
+        return y + loss.mean()
+
+
+class NegatedView(Conv):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = F.silu(self.conv(x))
+        return self.last(torch.imag(torch.conj(torch.view_as_complex(y.view(2, 4, 8, 4, 2)))))
+
+
+class GradientOfAConjugate(Norm):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return torch.view_as_real(torch.conj(torch.complex(y, F.relu(self.norm(x)))) * torch.complex(x, x))
+
+
 PROGRAMS = [
     Centred,
     CentredAfterTheNorm,
@@ -834,6 +865,9 @@ PROGRAMS = [
     DropoutBesideSqueeze,
     DropoutAmongSqueezes,
     WritesToWhatACallReturned,
+    WritesToALossesRowsLater,
+    NegatedView,
+    GradientOfAConjugate,
     Norm,
 ]
 CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts", "BlocksThatOverwriteTheirSums.blocks.?", "CallOnAViewMadeUnderNoGrad.called", "CallsGiveViewsMadeUnderNoGrad.*s"]
@@ -1217,3 +1251,21 @@ def test_masks_and_statistics_of_later_layers_stand_in_no_way(tmp_path):
             results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), *(b.clone() for b in model.buffers())])
         for mine, its in zip(*results, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9)
+
+
+class NegativeSlopesInPlace(Conv):
+    def forward(self, x, leaky: bool):
+        y = self.conv(x)
+        return F.leaky_relu(y, -0.2, inplace=True) if leaky else F.elu(y, -0.2, inplace=True)
+
+
+@pytest.mark.parametrize("level", ["ops", "regions"])
+def test_in_place_with_a_negative_slope(level, tmp_path):
+    """PyTorch's backward raises an error, as the result does not say what the input was: so does the rewritten model's."""
+    torch.jit.script(NegativeSlopesInPlace()).save(str(tmp_path / "model.pt"))
+    done = run("rewrite", tmp_path / "model.pt", "-o", tmp_path / "out.pt", "--level", level)
+    assert done.returncode == 0, done.stderr
+    model = torch.jit.load(str(tmp_path / "out.pt"))
+    for leaky in (True, False):
+        with pytest.raises(RuntimeError, match="negative slope"):
+            model(torch.randn(2, 4, 8, 8), leaky).sum().backward()

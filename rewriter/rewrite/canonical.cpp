@@ -22,7 +22,7 @@ std::optional<double> number(const Value* v) {
 
 // Spellings of activations, without the trailing underscore of in-place ones: PyTorch's operators in the order of our
 // arguments (ops/act_table.h), and what is short for one. clamp, clamp_min and clip are not among them: their gradient
-// at the border is 1, that of relu and hardtanh 0 (derivatives.yaml).
+// at the border is 1 before torch 2.14, that of relu and hardtanh 0 (derivatives.yaml), and that of a NaN differs too.
 const std::unordered_map<std::string, KnownActivation>& activations() {
   static const auto table = [] {
     std::unordered_map<std::string, KnownActivation> spellings = {
@@ -112,6 +112,8 @@ CanonicalOp canonical(Node* n) {
   if (is_activation(base)) {
     if (!is_tensor(n->input(0))) return {};
     describe_activation(n, base, op);
+    if (op.in_place && op.trouble.empty() && (op.act == "leaky_relu" || op.act == "elu") && op.act_args.at(0) < 0)
+      op.trouble = "PyTorch's backward raises an error for an in-place one with a negative slope";
     return op;
   }
   if (base == "add" || base == "mul") {

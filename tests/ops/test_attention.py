@@ -73,6 +73,15 @@ def blocks(q, k, v, mask=None, p=0.0, causal=False, scale=None, again=1):
     return torch.ops.tsmem.scaled_dot_product_attention(q, k, v, mask, p, causal, scale, False, again)
 
 
+def test_a_mask_and_causal():
+    """PyTorch takes one or the other."""
+    q = torch.randn(2, 3, 17, 8, requires_grad=True)
+    for mask in (torch.rand(17, 17) > 0.3, torch.randn(17, 17), torch.randn(17, 17, requires_grad=True)):
+        for p in (0.0, 0.1):
+            with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+                blocks(q, q, q, mask, p, True)
+
+
 def masks(q, k):
     """Of each kind that the math path takes, with and without a gradient of its own."""
     g = torch.Generator().manual_seed(5)

@@ -317,6 +317,16 @@ def test_recomputed_in_backward(name):
         assert_close(outcome(through(1), big), outcome(through(0), big))
 
 
+@pytest.mark.parametrize("name", ["clamp", "clamp_min", "clamp_max"])
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_clamp_at_its_bounds(name, dtype):
+    """What the gradient is there differs between the versions of torch: this one's."""
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, float("nan"), float("inf")], dtype=dtype, requires_grad=True)
+    for bounds in {"clamp": [(-1, 1), (-1.0, None), (None, 1), (1, -1)], "clamp_min": [(-1,), (0.0,)], "clamp_max": [(1,), (0.0,)]}[name]:
+        got, want = (torch.autograd.grad(f(x, *bounds).sum(), x)[0] for f in (ours(name), pytorch(name)))
+        assert torch.equal(got, want), bounds
+
+
 KEEPS_NOTHING = ["abs", "neg", "square", "exp", "sin", "erf", "add.Scalar", "mul.Scalar", "div.Scalar", "rsub.Scalar", "clamp_min", "sqrt", "to.dtype", "flip", "clone"]
 
 

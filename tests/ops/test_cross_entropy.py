@@ -128,6 +128,17 @@ def test_peak():
     assert peak(ours) < 1.6 < 2.8 < peak(F.cross_entropy)
 
 
+def test_losses_that_the_caller_writes_to():
+    x, target = given((6, 5, 4))
+    want = F.cross_entropy(x, target, reduction="none")
+    loss = ours(x, target, reduction="none")
+    assert not loss._is_view()
+    for t in (loss, want):
+        t *= 2
+        t[target == 1] = 0
+    close(torch.autograd.grad(loss.sum(), x), torch.autograd.grad(want.sum(), x), torch.float64)
+
+
 def test_an_input_that_is_recomputed():
     """Logits that are made larger before the loss are not kept at that size."""
     o = torch.ops.tsmem

@@ -120,3 +120,25 @@ def test_rewritten_module(affine, running, traced):
             y.square().sum().backward()
             results.append([y.detach(), *(p.grad.clone() for p in m.parameters()), *(b.clone() for b in m.buffers())])
         assert_alike(results[1], results[0], 1e-9)
+
+
+@pytest.mark.parametrize("affine", (True, False))
+@pytest.mark.parametrize("dtypes", ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float32)))
+@pytest.mark.parametrize("stats", (True, False))
+def test_statistics_of_another_dtype(stats, dtypes, affine):
+    """They are computed in the weight's dtype, or else in the input's, and written in their own."""
+    dtype, other = dtypes
+    x = torch.randn(3, 4, 6, 5, dtype=torch.float64).to(dtype)
+    weight = bias = None
+    if affine:
+        weight, bias = torch.rand(4, dtype=torch.float64).to(dtype), torch.randn(4, dtype=torch.float64).to(dtype)
+    results = []
+    for f in pair("relu", stats):
+        mean, var = torch.linspace(-1, 1, 4, dtype=other), torch.linspace(0.5, 2, 4, dtype=other)
+        leaf = x.clone().requires_grad_()
+        out = f(leaf, weight, bias, mean, var, None)
+        assert out.dtype == dtype
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaf), mean, var])
+    for g, w in zip(*results, strict=True):
+        assert g.dtype == w.dtype
+    assert_alike(*results, 2e-2 if dtype.itemsize == 2 else 1e-5)

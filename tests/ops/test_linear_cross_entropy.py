@@ -101,6 +101,32 @@ def test_many_rows_in_sixteen_bits_do_not_overflow():
     torch.testing.assert_close(g[0].float(), torch.full((2,), -4 * 2 / 3), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_large_inputs_in_sixteen_bits(dtype):
+    """A sum over rows that float16 has no number for: the loss's gradient brings it back."""
+    x, weight = torch.full((256, 2), 300.0, dtype=torch.float16, requires_grad=True), torch.zeros(400, 2, dtype=torch.float16, requires_grad=True)
+    target = torch.zeros(256, dtype=torch.long)
+    loss = torch.ops.tsmem.linear_cross_entropy(x, weight, None, target, dtype=dtype)
+    assert runs_in_blocks(loss)
+    (g,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(g[0].float(), torch.full((2,), -300 * 399 / 400), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+@pytest.mark.parametrize("scale", (1e5, 1.0, 1e-4, 1e-6))
+def test_class_weights_of_any_size(scale, reduction):
+    """The gradients in float16 are as exact with small or large weights as with others."""
+    x, weight, _, target = given(512, 32, 200, torch.float16)
+    class_weight = torch.linspace(0.2, 1.3, 200, dtype=torch.float64) * scale
+    out = 1024.0 if reduction == "mean" else 1 / scale
+    loss = torch.ops.tsmem.linear_cross_entropy(x, weight, None, target, class_weight.float(), REDUCTIONS[reduction], dtype=torch.float32)
+    assert runs_in_blocks(loss)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = torch.autograd.grad(pytorchs(*exact, None, target, class_weight, reduction) * out, exact)
+    for g, w in zip(torch.autograd.grad(loss * out, (x, weight)), want, strict=True):
+        assert torch.linalg.vector_norm(g.double() - w) <= 2e-3 * torch.linalg.vector_norm(w)
+
+
 def test_derivatives():
     x, weight, bias, target = given(24, 3, 9)
     for reduction in ("mean", "sum"):
@@ -108,6 +134,10 @@ def test_derivatives():
     with pytest.raises(RuntimeError, match="tsmem::linear_cross_entropy: second derivatives are not supported"):
         (g,) = torch.autograd.grad(ours(x, weight, bias, target), x, create_graph=True)
         g.sum().backward()
+    for of in ((x,), (weight,), (bias,), (x * 1.0,)):  # leaves and not, without a gradient that needs one
+        with pytest.raises(RuntimeError, match="tsmem::linear_cross_entropy: second derivatives are not supported"):
+            loss = ours(*(of[0] if t.shape == of[0].shape else t.detach() for t in (x, weight, bias)), target)
+            torch.autograd.grad(torch.autograd.grad(loss, of, create_graph=True)[0].sum(), of, allow_unused=True)
 
 
 def test_backward_twice():
@@ -144,6 +174,31 @@ def test_what_lies_between(name):
         g = lambda: F.cross_entropy(arrange(take(F.linear(*leaves)).contiguous()), labels)  # noqa: B023, E731
         assert runs_in_blocks(f())
         close(*[[loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in (f(), g())], torch.float64)
+
+
+def test_views_that_pytorch_refuses():
+    """Rows of a slice that don't follow each other in memory, and two sizes to be found: its error; one that it takes: in blocks."""
+    x, weight, bias, target = given(10 * 30)
+    x, target = x.detach().view(10, 30, 6).requires_grad_(), target.view(10, 30)
+    view = ("view", [-1, 40], 0, 0)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        ours(x, weight, bias, target[:, :-1].flatten(), sliced=(1, None, -1, 1), arranged=view)
+    with pytest.raises(RuntimeError, match="only one dimension can be inferred"):
+        ours(x, weight, bias, target.flatten(), arranged=("view", [-1, -1], 0, 0))
+    for part, labels, sliced in ((x, target[1:], (0, 1, None, 1)), (x[:1], target[:1, :-1], (1, None, -1, 1)), (x, target, (1, 0, 30, 1))):
+        loss = ours(part, weight, bias, labels.flatten(), sliced=sliced, arranged=view)
+        logits = F.linear(part, weight, bias)
+        want = F.cross_entropy((logits[1:] if sliced[0] == 0 else logits[:, : sliced[2]]).view(-1, 40), labels.flatten())
+        assert runs_in_blocks(loss)
+        close(*[[t.detach(), *torch.autograd.grad(t, (x, weight, bias))] for t in (loss, want)], torch.float64)
+
+
+def test_targets_that_are_no_class():
+    x, weight, bias, target = given()
+    target[3] = 40
+    for class_weight in (None, torch.ones(40, dtype=torch.float64)):
+        with pytest.raises(IndexError, match="Target 40 is out of bounds"):
+            ours(x, weight, bias, target, class_weight)
 
 
 def test_what_it_keeps():

@@ -213,6 +213,17 @@ def test_rrelu_at_borders():
     assert_equal(*(run(f, x) for f in (lambda x: ops.rrelu(x, *RRELU, True, 0, []), lambda x: A.rrelu(x, *RRELU, True))))
 
 
+@pytest.mark.parametrize("training", (True, False))
+def test_rrelu_with_bounds_that_pytorch_refuses(training):
+    for bounds in ((0.5, 0.25), (float("nan"), 0.5), (0.1, float("inf"))):
+        x = torch.randn(8, requires_grad=True)
+        with pytest.raises(RuntimeError) as want:
+            A.rrelu(x, *bounds, training)
+        with pytest.raises(RuntimeError) as got:
+            ops.rrelu(x, *bounds, training, 0, [])
+        assert str(got.value).splitlines()[0] == str(want.value).splitlines()[0]
+
+
 def test_rrelu_keeps_bits_and_a_state():
     x = torch.randn(1 << 18, requires_grad=True)
     assert live_bytes(lambda: ops.rrelu(x, *RRELU, True, 0, [])) <= x.numel() // 8 + 8192 < 4 * x.numel() <= live_bytes(lambda: A.rrelu(x, *RRELU, True))

@@ -24,6 +24,32 @@ def conv(x, w):
     return ops.conv2d(x, w, None, [1, 1], [1, 1])
 
 
+def test_views_that_negate_or_are_of_another_type():
+    """Of a tensor that is recomputed: an as_strided of it is not them."""
+    x, scale, weight = torch.randn(64, 64, dtype=torch.float64), torch.rand(64, dtype=torch.float64), torch.randn(8, 32, dtype=torch.float64)
+
+    def f(product, linear):
+        s, w = (t.clone().requires_grad_() for t in (scale, weight))
+        y = product(x.clone().requires_grad_() * 1.0, s)
+        return torch.autograd.grad(linear(torch.imag(torch.conj(torch.view_as_complex(y.view(64, 32, 2)))), w).square().sum(), (s, w))
+
+    want = f(torch.mul, torch.nn.functional.linear)
+    for again in (0, 1):
+        torch.testing.assert_close(f(lambda a, b: ops.mul(a, b, again), lambda a, b: ops.linear(a, b, None, again)), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("made", ("negated", "zeros"))
+def test_gradients_that_are_lazy(made):
+    """The gradient of a conjugate's imaginary part is a negated view; forward-mode's zeros have no memory."""
+    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3, 5, 6), (3,), (3,)))
+    grad = torch.imag(torch.conj(torch.randn(x.shape, dtype=torch.complex128))) if made == "negated" else torch._efficientzerotensor(x.shape, dtype=torch.float64)
+    assert grad.is_neg() == (made == "negated")
+    for run in (lambda: ops.batch_norm_act(x, weight, bias, *BN, "relu", []), lambda: ops.batch_norm_add_act(x, weight, bias, *BN, x, "relu", []), lambda: ops.mul_act(ops.act(x, "silu", []), x, x, "silu", []),
+                lambda: ops.instance_norm_act(x, weight, bias, None, None, True, 0.1, 1e-5, True, "relu", [])):
+        out = run()
+        assert_equal(torch.autograd.grad(out, x, grad), torch.autograd.grad(run(), x, grad.resolve_neg() if made == "negated" else torch.zeros_like(x)))
+
+
 def network(x, p, recompute):
     """A stem with a pool, two residual blocks, a concatenation, a product, and an activation of its own."""
     w, g, b = p[0::3], p[1::3], p[2::3]

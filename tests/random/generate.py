@@ -167,7 +167,7 @@ ARITHMETIC = (
     "|torch.cat([-{v}[..., 1:], {v}[..., :1]], -1)|{v}.pow(3) * 0.1|{v} / ({v}.std(1, keepdim=True) + 0.5)"
 ).split("|")
 ALIASES = (
-    "{v}|{v}.view_as({v})|{v}.type_as({v})|{v}.sum_to_size({v}.size())|torch.unsafe_chunk({v}, 1)[0]|torch.einsum('...->...', {v})|{v}[:]|{v}.contiguous()|F.dropout({v}, 0.5, False)|{v}.expand_as({v})|{v}.unsqueeze(0).squeeze(0)|{v}.transpose(0, 1).transpose(0, 1)|{v}.reshape({v}.shape)|{v}.view({v}.size())"
+    "{v}|{v}.view_as({v})|{v}.type_as({v})|{v}.sum_to_size({v}.size())|torch.einsum('...->...', {v})|{v}[:]|{v}.contiguous()|F.dropout({v}, 0.5, False)|{v}.expand_as({v})|{v}.unsqueeze(0).squeeze(0)|{v}.transpose(0, 1).transpose(0, 1)|{v}.reshape({v}.shape)|{v}.view({v}.size())"
     "|{v}.narrow(0, 0, {v}.size(0))|[{v}][0]|({v}, {v})[1]|{v}.to({v}.dtype)|{v}.flatten(0, 1).view({v}.size())|{v}.alias()|torch.view_as_real(torch.view_as_complex({v}.detach().view(-1, 2))).view({v}.size())"
     "|{v}.swapaxes(0, 1).swapaxes(0, 1)|{v}.movedim(0, 1).movedim(1, 0)|F.identity({v})"
 ).replace("|F.identity({v})", "").replace("|{v}.alias()", "").split("|")
