@@ -71,10 +71,10 @@ Tensor run(const Tensor& self, const at::Scalar& lower, const at::Scalar& upper,
            const c10::List<int64_t>&) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const double a = lower.toDouble(), b = upper.toDouble();
-  const bool ours = needs_grad(self) && plain(self) && self.numel() > 0 && has_kernel(packer, self);
+  const bool range = std::isfinite(a) && std::isfinite(b) && a <= b;  // else PyTorch raises
+  const bool ours = range && needs_grad(self) && plain(self) && self.numel() > 0 && has_kernel(packer, self);
   // PyTorch's result is contiguous too.
-  if (!training && ours && a <= b && std::isfinite(a) && std::isfinite(b))  // else PyTorch raises
-    return act(self.contiguous(), "leaky_relu", {(a + b) / 2}, recompute, false);
+  if (!training && ours) return act(self.contiguous(), "leaky_relu", {(a + b) / 2}, recompute, false);
   // Of close slopes PyTorch's backward takes the mean.
   if (!ours || !(b - a > 1e-6) || !draws_again(self) || !self.is_non_overlapping_and_dense())
     return at::rrelu(self, lower, upper, training);
