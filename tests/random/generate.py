@@ -459,7 +459,7 @@ def s_sequence(w):
         if k < 0.12:
             s = recurrent(w, s)
         elif k < 0.2:
-            s = define(w, w.one(f"{module(w, 'norm', f'nn.LayerNorm({d})')}({s.name})", f"F.rms_norm({s.name}, [{d}], {parameter(w, (d,))})", f"F.layer_norm({s.name}, [{d}])"), s.shape)
+            s = define(w, w.one(f"{module(w, 'norm', f'nn.LayerNorm({d})')}({s.name})", f"F.rms_norm({s.name}, [{d}], {parameter(w, (d,))}, 0.01)", f"F.layer_norm({s.name}, [{d}])"), s.shape)
         elif k < 0.45:
             s = define(w, w.one(f"{module(w, 'fc', f'nn.Linear({d}, {d})')}({s.name})", f"F.linear({s.name}, {parameter(w, (d, d))})", f"{s.name} @ {parameter(w, (d, d))}", f"torch.matmul({s.name}, {parameter(w, (d, d))}.t())",
                                 f"F.linear({s.name}, {parameter(w, (d, d))}, {parameter(w, (d,))})"), s.shape)
