@@ -36,11 +36,11 @@ build: setup
 demo: build
 	@$(PYTHON) examples/demo.py
 
-# Without CUDA, which halves its time: its kernels know nothing of torch.
+# Without CUDA, which halves its time: its kernels know nothing of torch. -O1, a third less: the CPU's kernels ask for more themselves.
 build-other:
 	@cmake/setup.sh other
 	@torch=$$(echo "$(CURDIR)"/.venv-$(OTHER)/lib/python3*/site-packages/torch); \
-	cmake -S . -B build-$(OTHER) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OTHER).log || \
+	cmake -S . -B build-$(OTHER) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OTHER).log || \
 	  { cat build/configure-$(OTHER).log; exit 1; }
 	@cmake --build build-$(OTHER)
 
