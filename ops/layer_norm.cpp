@@ -117,7 +117,7 @@ Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTenso
   const Tensor x = tsmem::as_scripted(input);
   const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
-  const bool shaped = !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
+  const bool shaped = !x.is_nested() && !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
                       x.sizes().slice(x.dim() - shape.size()) == shape && whole(w) && whole(b);
   if (!shaped || !ours(x, w, b)) return at::layer_norm(x, shape, w, b, eps, cudnn_enable);
   return run(x, w, b, {shape.vec(), 0, eps}, recompute);
@@ -128,7 +128,7 @@ Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weig
   const Tensor x = tsmem::as_scripted(input);
   const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
-  const bool shaped = groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
+  const bool shaped = !x.is_nested() && groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
   if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, w, b, eps, cudnn_enabled);
   // native_group_norm reads its parameters as dense ones, which aten::group_norm makes them.
   const auto dense = [](const OptTensor& t) { return t ? OptTensor(t->contiguous()) : t; };

@@ -40,6 +40,20 @@ class NoGrad(Net):
         return self.end(self.b(y))
 
 
+class Teacher(Net):
+    """Distils from itself: what inference_mode gives needs no gradient, within the block and behind it."""
+
+    @torch.inference_mode()
+    def target(self, x):
+        return self.end(self.b(self.a(x))).softmax(-1)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            scale = self.b(self.a(x)).mean()
+        y = self.end(self.b(self.a(x)))
+        return y * self.target(x).clone() * scale.clone()
+
+
 class AutocastInside(Net):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -277,7 +291,7 @@ def saved_bytes(model, function, x):
     return allocator.memory(function, [x], warmup=2).saved
 
 
-MODELS = [Net, NoGrad, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder, WordsWithLoss]
+MODELS = [Net, NoGrad, Teacher, Checkpoint, CheckpointReentrant, CheckpointSelective, Aliases, Mutations, OwnFunction, Tied, Various, Loop, GraphBreak, UnusedDraw, NothingDropped, UnusedNorm, Decoder, WordsWithLoss]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
@@ -715,6 +729,64 @@ def test_saves_what_the_scripted_model_saves():
     assert ours < 0.6 * eager
 
 
+def test_a_context_inside_is_not_lost():
+    """The backend of attention that the model asks for."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def f(x):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(x, x, x)
+        return y.sum()
+
+    x = torch.randn(2, 2, 6, 8, dtype=torch.float64, requires_grad=True)
+    second = []
+    for g in (f, compiled(f, level="ops")):
+        (first,) = torch.autograd.grad(g(x), x, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), x)[0])  # the other backends have none
+    torch.testing.assert_close(second[1], second[0], rtol=1e-9, atol=1e-12)
+
+
+def test_module_paths_of_one_of_several_graphs(caplog):
+    """The other graphs run as they are; a path that none has is told, and raises where strict is set."""
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(GraphBreak(), module="a.*", strict=False)
+    assert "1 bn-act" in caplog.text and "No module matches 'a.*'" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(NoGrad(), module="b.*")
+    assert "1 bn-act" in caplog.text and "No module matches" not in caplog.text
+
+
+def test_a_budget_beside_a_graph_that_saves_nothing(caplog):
+    class Tail(Chain):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return y.sum() * 2
+
+    check(Tail(), [torch.randn(2, 3, 32, 32)], budget="80%", strict=False)
+    assert "without a plan: No plan was found" in caplog.text and "as it is" not in caplog.text
+
+
+def test_nested_tensors():
+    """Jagged ones have no sizes to ask for: PyTorch's norms run."""
+    class Jagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x))).values()
+
+    model, rows = Jagged(), [torch.randn(3, 4), torch.randn(5, 4)]
+    gradients = []
+    for f in (model, compiled(model)):
+        model.zero_grad()
+        f(torch.nested.as_nested_tensor(rows, layout=torch.jagged)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 def test_module_and_pattern_options(caplog):
     with caplog.at_level(logging.INFO, "tsmem"):
         compiled(Net(), module="a.*", only=["bn-act"])(SMALL)
@@ -730,6 +802,7 @@ def test_says_what_was_found(caplog):
 @pytest.mark.parametrize("options, words", [
     ({"levle": "ops"}, "did you mean 'level'?"), ({"level": "all"}, "use ops, regions or plan"), ({"only": ["conv-bn"]}, "There is no pattern"),
     ({"checkpoint": ["a"]}, "torch.utils.checkpoint"), ({"module": "nothing.*"}, "No module matches"), ({"budget": "1KiB"}, "smallest possible budget"),
+    ({"budget": 0.4}, "'0.4' is not a size"), ({"patterns": "nowhere.patterns", "strict": False}, "nowhere.patterns"), ({"input": "1x3"}, "input is not for torch.compile"),
 ])
 def test_wrong_options_are_told(options, words):
     with pytest.raises(Exception, match=words.replace("?", r"\?")):

@@ -25,7 +25,7 @@ from ._writes import Writes, memory, name_of
 log = logging.getLogger("tsmem")
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-_BORDERS = (torch._C._set_grad_enabled, torch.autograd.function.FunctionCtx, *_AUTOCAST)
+_INFERENCE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
 _NAME = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]*)['"]\]|\[['"]([^'"]*)['"]\]|\[(\d+)\]|\.(\w+)""")
 
 
@@ -45,12 +45,22 @@ def _inner(gm: fx.GraphModule) -> List[fx.Node]:
     return [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
 
 
+def _has_values(node: fx.Node) -> bool:
+    """Whether tensors or numbers go into it or come out."""
+    held = (n.meta.get("example_value", n.meta.get("val")) for n in (node, *node.all_input_nodes))
+    return any(isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for v in pytree.tree_leaves(list(held)))
+
+
 def _is_plain(node: fx.Node) -> bool:
-    """An operator on tensors and numbers, and no border of a block, no operator on functions, and none of Dynamo's own functions."""
-    if node.op == "call_function":
-        own = (getattr(node.target, "__module__", None) or "").startswith("torch._dynamo.")
-        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in _BORDERS and node.target is not _checkpoint and not own
-    return node.op == "call_method"
+    """An operator on tensors and numbers, and no operator on functions, none of Dynamo's own functions, and not the border of a block: what sets a
+    mode (autocast, no_grad, inference_mode, the backends of attention), or puts it back, takes and gives neither."""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    if isinstance(node.target, torch._ops.OpOverload) or "record_function" in str(node.target):
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.target in (torch.autograd.function.FunctionCtx, _checkpoint):
+        return False
+    return not (getattr(node.target, "__module__", None) or "").startswith("torch._dynamo.") and _has_values(node)
 
 
 def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
@@ -92,17 +102,22 @@ def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
     """The nodes between borders, of those parts that run with gradients."""
     runs: List[List[fx.Node]] = [[]]
     odd, grad = set(), True
+    inference = set()  # the modes that were entered and not left
     for node in _inner(gm):
         if _is_plain(node) and not (node.target is operator.getitem and node.args[0] in odd):
             runs[-1].append(node)
             continue
         odd.add(node)
-        if runs[-1] and not grad:
+        if runs[-1] and (inference or not grad):
             runs.pop()
         runs.append([])
         if node.target is torch._C._set_grad_enabled:
             grad = bool(node.args[0])
-    if not grad:
+        elif node.target is _INFERENCE[0] and node.args[0]:
+            inference.add(node)
+        elif node.target is _INFERENCE[1]:
+            inference.discard(node.args[0])
+    if inference or not grad:
         runs.pop()
     return [run for run in runs if run]
 
@@ -189,13 +204,17 @@ class _Input:
 def _state(gm: fx.GraphModule, inputs: List[Optional[_Input]], values: Sequence[Any], shared: Sequence[bool]) -> State:
     """Parameters, buffers, what shares memory with them, and constants, each under a path of its own; `values` are those of the inputs."""
     state: State = {}
-    taken = set()
+    taken, around = set(), set()  # paths, and those of the modules that they are in
+
+    def modules_of(path: str) -> List[str]:
+        return [path[:i] for i, c in enumerate(path) if c == "."]
 
     def add(node: fx.Node, path: str, tensor: torch.Tensor) -> None:
         path = ".".join(part for part in re.sub(r"[^\w.]", "_", path).split(".") if part) or node.name
-        while path in taken or any(other.startswith(path + ".") or path.startswith(other + ".") for other in taken):
+        while path in taken or path in around or not taken.isdisjoint(modules_of(path)):
             path += "_"
         taken.add(path)
+        around.update(modules_of(path))
         state[node.name] = (path, tensor)
 
     for node, given, value, is_shared in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, values, shared):
@@ -323,6 +342,18 @@ def _said(report: Dict[str, Any]) -> str:
     return f"{found}{left}"
 
 
+def _planned(child: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, strict: bool, options: Dict[str, Any], said: List[str]) -> _Rewritten:
+    """The graph rewritten; where a budget is asked for and no plan would save anything (beside a graph break may lie a graph of a few bytes): without one."""
+    try:
+        return _Rewritten(child, inputs, casts_stay, strict, options)
+    except Error as error:
+        if error.about != "budget" or strict:
+            raise
+        said.append(f"without a plan: {_sentence(error)}")
+        plain = {name: value for name, value in options.items() if name not in ("budget", "fit", "estimate", "solve_seconds")}
+        return _Rewritten(child, inputs, casts_stay, strict, plain)
+
+
 def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend: takes Dynamo's graph and its inputs, returns what runs in its place.
 
@@ -331,6 +362,8 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     """
     options = dict(kwargs.get("options") or {})
     strict = options.pop("strict", False)
+    if no := [name for name in ("input", "device") if name in options]:
+        raise Error(f"{no[0]} is not for torch.compile, whose first call brings its own: leave it out.", "request")
     if kwargs.get("mode") not in (None, "default"):
         raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", "request")
     if not torch.is_grad_enabled():
@@ -343,11 +376,16 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
     said = [f"{reason}, so it runs as it is"] if reason else []
     failed: Optional[Exception] = Error(said[0], "request") if reason else None
+    elsewhere = []  # that no module of a part has the path that was asked for: another part or graph may
     whole: Any = gm
     for name, child in parts:
         try:
-            new = _Rewritten(child, inputs, casts_stay, strict, options)
+            new = _planned(child, inputs, casts_stay, strict, options, said)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
+            about = getattr(error, "about", "")
+            if about == "modules":
+                elsewhere.append(error)
+                continue
             if isinstance(error, Error) and error.kind in ("request", "budget"):
                 raise
             failed = error
@@ -358,6 +396,9 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             whole = new
         else:
             setattr(gm, name, new)
+    if elsewhere and len(elsewhere) == len(parts):
+        failed = elsewhere[0]
+        said.append(f"runs as it is: {_sentence(failed)}")
     for given in inputs.values():
         given.example = None  # the first call's tensors are not held
     if failed is not None and strict:

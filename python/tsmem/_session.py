@@ -64,7 +64,7 @@ def split_options(options: Dict[str, Any]) -> Tuple[Any, str]:
 def read_report(text: str) -> Any:
     report = json.loads(text)
     if isinstance(report, dict) and "error" in report and "kind" in report:
-        raise Error(report["error"], report["kind"])
+        raise Error(report["error"], report["kind"], report.get("about", ""))
     return report
 
 
@@ -83,7 +83,7 @@ def _wrapped(module: Any) -> torch.jit.ScriptModule:
     return torch.jit._recursive.wrap_cpp_module(module)
 
 
-def rewrite(module: Any, **options: Any) -> Any:
+def rewrite(module: Any, /, **options: Any) -> Any:
     """The same model with memory-efficient operators, as a new module; `module` stays as it is, and they share nothing.
 
     Takes a ScriptModule, or the ExportedProgram of torch.export.export, and gives the same: `.module()` of the new program trains.
@@ -121,7 +121,7 @@ def verify(a: torch.jit.ScriptModule, b: torch.jit.ScriptModule, **options: Any)
     return read_report(call_library("verify", _scripted(a), _scripted(b), examples, text))
 
 
-def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
+def profile(module: torch.jit.ScriptModule, /, **options: Any) -> Report:
     """Memory (bytes) and time (seconds) of a training step, as `tsmem profile --json` writes them.
 
     Options: input (as for rewrite), eval, input_grad, steps, warmup, method, device, seed. Raises tsmem.Error where the model can't run.
@@ -130,7 +130,7 @@ def profile(module: torch.jit.ScriptModule, **options: Any) -> Report:
     return read_report(call_library("profile", _scripted(module), examples, text))
 
 
-def plan(module: torch.jit.ScriptModule, **options: Any) -> Report:
+def plan(module: torch.jit.ScriptModule, /, **options: Any) -> Report:
     """Peak memory (bytes) against step time (seconds) for every budget, as `tsmem plan --json` writes them.
 
     Options: input (as for rewrite), points, amp, patterns, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.

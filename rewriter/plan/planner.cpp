@@ -198,12 +198,14 @@ PlanPoint Planner::plan(int64_t budget) {
   };
   const PlanPoint least = smallest();
   if (least.predicted_peak_bytes <= budget) return impl_->point(*impl_->best(budget), budget, gap);
+  constexpr double kNothingSaved = 99;  // per cent
   throw Error(
       ErrorKind::budget,
       fmt::format("No plan was found whose peak is at most {} ({:.1f} % of the original's); the smallest possible "
                   "budget is {} ({:.1f} %, {} bytes).",
                   size_text(budget), percent(budget), size_text(least.predicted_peak_bytes, true),
-                  std::ceil(percent(least.predicted_peak_bytes) * 10) / 10, least.predicted_peak_bytes));
+                  std::ceil(percent(least.predicted_peak_bytes) * 10) / 10, least.predicted_peak_bytes),
+      percent(least.predicted_peak_bytes) > kNothingSaved ? "budget" : "");
 }
 
 std::vector<PlanPoint> Planner::front(int64_t largest, int count) {

@@ -29,7 +29,7 @@ std::vector<std::string> Options::texts(const std::string& name) {
 }
 
 std::string Options::size(const std::string& name) {
-  if (given(name) && given_[name].is_number()) return std::to_string(get<int64_t>(name));
+  if (given(name) && given_[name].is_number()) return given_[name].dump();
   return get<std::string>(name);
 }
 
@@ -62,8 +62,8 @@ std::vector<IValue> Run::inputs(const IValue& examples, const std::string& on) c
   return all;
 }
 
-static std::string failure(const std::string& kind, const std::string& what) {
-  return json{{"error", what}, {"kind", kind}}.dump(-1, ' ', false, json::error_handler_t::replace);
+static std::string failure(const std::string& kind, const std::string& what, const std::string& about = "") {
+  return json{{"error", what}, {"kind", kind}, {"about", about}}.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 // The sentence, with the option that helps as Python spells it.
@@ -82,7 +82,7 @@ std::string reported(const std::function<json()>& work) {
     return work().dump(-1, ' ', false, json::error_handler_t::replace);
   } catch (const Error& e) {
     const char* kinds[] = {"request", "input", "budget"};
-    return failure(kinds[static_cast<int>(e.kind)], with_advice(e));
+    return failure(kinds[static_cast<int>(e.kind)], with_advice(e), e.option);
   } catch (const std::bad_alloc&) {
     return failure("input", "There is not enough memory for this model and these inputs.");
   } catch (const std::exception& e) {
@@ -105,8 +105,11 @@ static Level level_of(Options& o) {
 
 std::vector<Pattern> patterns(Options& o) {
   std::vector<Pattern> all;
-  for (const std::string& file : o.texts("patterns"))
-    for (Pattern& p : read_patterns(file)) all.push_back(std::move(p));
+  for (const std::string& file : o.texts("patterns")) try {
+      for (Pattern& p : read_patterns(file)) all.push_back(std::move(p));
+    } catch (const Error& e) {  // the file is an option's, and not the model's
+      throw Error(ErrorKind::request, e.what(), e.option);
+    }
   return all;
 }
 
