@@ -2,6 +2,10 @@
 
 #include <torch/csrc/jit/api/function_impl.h>
 
+#include <memory>
+#include <type_traits>
+#include <unordered_map>
+
 #include "rewriter/measure/inputs.h"
 #include "rewriter/method_call.h"
 #include "rewriter/rewrite/added_names.h"
@@ -19,37 +23,56 @@ using namespace added_names;
 
 namespace {
 
-// Whether an attribute is none: the bias of a layer that has none.
-bool is_none(const Module& m, const std::string& path) {
-  const auto value = value_at(m, path);
-  return value && value->isNone();
+// f, which is asked for the same paths over and over, in deep models by each pair of them.
+template <class F>
+auto each_once(F f) {
+  using Answer = std::invoke_result_t<F, const std::string&>;
+  return [f, known = std::make_shared<std::unordered_map<std::string, Answer>>()](
+             const std::string& path) -> const Answer& {
+    const auto it = known->find(path);
+    return it != known->end() ? it->second : known->emplace(path, f(path)).first->second;
+  };
 }
+
+// What an instance has at a path: a tensor, or none, as the bias of a layer that has none.
+struct Found {
+  bool none;
+  at::Tensor tensor;
+};
 
 // What the instances of a class say of its attributes.
 Attributes attributes_of(std::vector<Module> instances, const ModelWrites& writes) {
-  return {[instances](const std::string& a, const std::string& b) {
-            for (const Module& m : instances) {
-              if (is_none(m, a) || is_none(m, b)) continue;
-              const at::Tensor x = attribute(m, a), y = attribute(m, b);
+  const auto found = each_once([instances](const std::string& path) {
+    std::vector<Found> all;
+    for (const Module& m : instances) {
+      const auto value = value_at(m, path);
+      all.push_back({value && value->isNone(), attribute(m, path)});
+    }
+    return all;
+  });
+  return {[found](const std::string& a, const std::string& b) {
+            const std::vector<Found>&all_a = found(a), &all_b = found(b);
+            for (size_t i = 0; i < all_a.size(); ++i) {
+              if (all_a[i].none || all_b[i].none) continue;
+              const at::Tensor &x = all_a[i].tensor, &y = all_b[i].tensor;
               if (!x.defined() || !y.defined() || !x.has_storage() || !y.has_storage() || x.is_alias_of(y)) return true;
             }
             return false;
           },
-          [instances](const std::string& a) {
-            for (const Module& m : instances)
-              if (const at::Tensor x = attribute(m, a);
-                  !x.defined() || !at::isIntegralType(x.scalar_type(), /*includeBool=*/true))
-                return false;
-            return true;
+          [found](const std::string& a) {
+            const std::vector<Found>& all = found(a);
+            return std::all_of(all.begin(), all.end(), [](const Found& f) {
+              return f.tensor.defined() && at::isIntegralType(f.tensor.scalar_type(), /*includeBool=*/true);
+            });
           },
-          [instances, &writes](const std::string& a) {
+          each_once([instances, &writes](const std::string& a) {
             return std::any_of(instances.begin(), instances.end(), [&](const Module& m) {
               const auto tensors = all_tensors(value_at(m, a).value_or(c10::IValue()));
               return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
                 return t.has_storage() && writes.storages.count(t.storage().unsafeGetStorageImpl());
               });
             });
-          },
+          }),
           writes.set};
 }
 
