@@ -26,6 +26,7 @@ log = logging.getLogger("tsmem")
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _INFERENCE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
+_UNPLANNED = "without a plan"
 _NAME = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]*)['"]\]|\[['"]([^'"]*)['"]\]|\[(\d+)\]|\.(\w+)""")
 
 
@@ -349,7 +350,7 @@ def _planned(child: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool,
     except Error as error:
         if error.about != "budget" or strict:
             raise
-        said.append(f"without a plan: {_sentence(error)}")
+        said.append(f"{_UNPLANNED}: {_sentence(error)}")
         plain = {name: value for name, value in options.items() if name not in ("budget", "fit", "estimate", "solve_seconds")}
         return _Rewritten(child, inputs, casts_stay, strict, plain)
 
@@ -403,6 +404,6 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         given.example = None  # the first call's tensors are not held
     if failed is not None and strict:
         raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "kind", "input")) from failed
-    level = logging.WARNING if failed is not None else logging.INFO
+    level = logging.WARNING if failed is not None or any(what.startswith(_UNPLANNED) for what in said) else logging.INFO
     log.log(level, "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
     return whole.forward

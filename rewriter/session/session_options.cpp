@@ -29,7 +29,7 @@ std::vector<std::string> Options::texts(const std::string& name) {
 }
 
 std::string Options::size(const std::string& name) {
-  if (given(name) && given_[name].is_number()) return given_[name].dump();
+  if (given(name) && given_[name].is_number()) return get<json>(name).dump();
   return get<std::string>(name);
 }
 
