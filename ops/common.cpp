@@ -134,9 +134,9 @@ struct Refuse : torch::autograd::Function<Refuse> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-                                ": second derivatives are not supported; rewrite with --level ops or without its "
-                                "pattern (--skip), or restore the original");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "tsmem::", ctx->saved_data["op"].toStringRef(),
+        ": second derivatives are not supported; choose level ops, skip its pattern, or restore the original");
   }
 };
 }  // namespace
