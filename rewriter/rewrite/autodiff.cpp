@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 
+#include "rewriter/measure/estimate.h"
 #include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
@@ -40,6 +41,7 @@ static void cut_views(Graph& graph, Block* block) {
 // LibTorch's pass throws std::out_of_range for some graphs in which a view and its source are used (seen with squeeze,
 // torch 2.11), where the executor, which knows more of the types, runs it on less. It groups the rest as it would have.
 void differentiate(std::shared_ptr<Graph>& graph) {
+  const auto on_meta = estimate_on_meta();  // the pass compares constants, which may have no values
   const auto whole = graph->copy();
   try {
     CreateAutodiffSubgraphs(graph, /*threshold=*/2);
