@@ -83,7 +83,7 @@ def test_a_budget_of_a_few_bytes_is_asked_about(model, tmp_path, budget, asks):
 
 def test_rewrite_takes_threads_and_a_device(model, tmp_path):
     assert run("rewrite", model, "-o", tmp_path / "out.pt", "--input", SPEC, "--threads", "1", "--device", "cpu").returncode == 0
-    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--device", "tpu", says="use cpu or cuda")
+    fails(2, "rewrite", model, "-o", tmp_path / "x.pt", "--device", "tpu", says="use cpu, cuda or cuda:N")
     assert run("rewrite", model, "-o", tmp_path / "x.pt", "--threads", "0").returncode == 2
 
 

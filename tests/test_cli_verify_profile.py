@@ -304,7 +304,7 @@ def one_sentence(done):
         (("--input", "@/no/such.pt"), 3, "does not exist"),
         ((*SHAPE, "--inputs", "@x.pt"), 2, "exclude each other"),
         ((*SHAPE, "--method", "encode"), 2, "no method 'encode'"),
-        ((*SHAPE, "--device", "tpu"), 2, "use cpu or cuda"),
+        ((*SHAPE, "--device", "tpu"), 2, "use cpu, cuda or cuda:N"),
         (("--input", "1000000x1000000x3000"), 3, "more memory than there is"),
     ],
 )
