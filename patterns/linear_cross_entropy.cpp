@@ -11,7 +11,8 @@ Pattern linear_cross_entropy() {
                 "before: x, weight, the logits and their log_softmax; after: the gradients of x, weight and bias, "
                 "where they are smaller than the logits",
             .conditions =
-                "the logits have no other user but for their sizes; nothing writes to x later; the loss is a mean or a sum over classes "
+                "the logits have no other user but for their sizes; nothing writes to x later; the loss is a mean or a "
+                "sum over classes "
                 "(else both run by themselves)",
             .for_regions = true,
             .rules = {}};

@@ -165,7 +165,8 @@ bool overwrites(const Node* n) {
 // What TorchScript's groups change that can be seen from outside.
 struct Seen {
   std::vector<std::string> as_written, as_run;  // what draws random numbers, in its order
-  std::map<std::string, std::string> overwritten;  // whose results leave a group and are overwritten after it, and what they are
+  std::map<std::string, std::string>
+      overwritten;  // whose results leave a group and are overwritten after it, and what they are
 };
 
 // Without overwritten tensors or two draws there is nothing to see.
@@ -214,8 +215,10 @@ std::string regrouped(const View& original, const View& rewritten) {
   const Seen before = seen(original);
   for (const auto& [where, what] : after.overwritten)
     if (!before.overwritten.count(where))
-      return fmt::format("TorchScript would differentiate {} together with other operators, and its result is "
-                         "overwritten later: backward may raise an error where the original's does not", what);
+      return fmt::format(
+          "TorchScript would differentiate {} together with other operators, and its result is "
+          "overwritten later: backward may raise an error where the original's does not",
+          what);
   if (after.as_run != after.as_written && after.as_run != before.as_run)
     return "TorchScript would run its dropouts in another order than the original's, with other draws";
   return "";

@@ -28,7 +28,8 @@ void add_called(const Block* block, std::set<Method>& called) {
 }
 
 View whole(const Graph& graph, Scopes& scopes, const BodyOf& body_of) {
-  return copy_graph(graph, scopes, [](const Scope*) { return true; }, body_of);
+  return copy_graph(
+      graph, scopes, [](const Scope*) { return true; }, body_of);
 }
 
 }  // namespace
