@@ -165,8 +165,8 @@ bool overwrites(const Node* n) {
 // What TorchScript's groups change that can be seen from outside.
 struct Seen {
   std::vector<std::string> as_written, as_run;  // what draws random numbers, in its order
-  std::map<std::string, std::string>
-      overwritten;  // whose results leave a group and are overwritten after it, and what they are
+  // Operators whose results leave a group and are overwritten after it: where they stand, and what they are.
+  std::map<std::string, std::string> overwritten;
 };
 
 // Without overwritten tensors or two draws there is nothing to see.
