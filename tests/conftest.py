@@ -37,6 +37,12 @@ def load():
     return torch.ops.tsmem
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test draws the same numbers, alone or after others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def ops():
     torch.set_num_threads(2)
