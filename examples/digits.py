@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler tells on stderr that there is no GPU
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler tells on stderr when it starts, and that there is no GPU
 # For --threads above 1: OpenMP's threads sleep while they wait. Where something else runs as well, spinning makes such small steps ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
