@@ -28,8 +28,6 @@ void register_vmap(torch::Library& m) {
                            "adaptive_max_pool3d",
                            "add",
                            "addmm",
-                           "alpha_dropout",
-                           "alpha_dropout.effect",
                            "avg_pool1d",
                            "avg_pool2d",
                            "avg_pool3d",
@@ -59,10 +57,6 @@ void register_vmap(torch::Library& m) {
                            "cross_entropy_loss",
                            "dropout",
                            "dropout.effect",
-                           "feature_alpha_dropout",
-                           "feature_alpha_dropout.effect",
-                           "feature_dropout",
-                           "feature_dropout.effect",
                            "glu",
                            "group_norm",
                            "gru.data",
@@ -112,6 +106,11 @@ void register_vmap(torch::Library& m) {
                            "scaled_dot_product_attention.draw",
                            "softmax"})
     m.impl(name, c10::DispatchKey::FuncTorchBatched, torch::CppFunction::makeFromBoxedFunction<&run_body>());
+  // PyTorch's are made of other operators before vmap sees anything, and these obey vmap's randomness: so are ours.
+  for (const char* name : {"alpha_dropout", "alpha_dropout.effect", "feature_alpha_dropout",
+                           "feature_alpha_dropout.effect", "feature_dropout", "feature_dropout.effect"})
+    m.impl(name, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+           torch::CppFunction::makeFromBoxedFunction<&run_body>());
 }
 
 }  // namespace tsmem

@@ -6,7 +6,6 @@
 namespace tsmem {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void Verifier::calls(Mode mode) {
   if (mode == Mode::eval && !unhurried() && iteration_ > std::max(left(), 0.0)) {
@@ -34,7 +33,7 @@ void Verifier::calls(Mode mode) {
 }
 
 double Verifier::deadline(Mode mode, bool given) const {
-  if (unhurried()) return kInfinity;
+  if (unhurried()) return std::numeric_limits<double>::infinity();
   // TorchScript changes a model's code up to its third call: these calls come before all but those on the inputs
   // given.
   if (mode == Mode::train && !given) return elapsed() + std::max(0.0, left() - 3 * step_);

@@ -13,7 +13,7 @@ def test_every_op_has_a_batching_rule(ops):
         tensors = any("Tensor" in str(a.type) for a in schema.arguments)
         if name != schema.name and not name.startswith("_act") and tensors and (not name.startswith("_") or name == "_convolution"):
             full = schema.name + ("." + schema.overload_name if schema.overload_name else "")
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "FuncTorchBatched"), full
+            assert any(torch._C._dispatch_has_kernel_for_dispatch_key(full, key) for key in ("FuncTorchBatched", "FuncTorchDynamicLayerFrontMode")), full
 
 
 BN = (None, None, None, None, True, 0.1, 1e-5, True)
@@ -38,6 +38,24 @@ def test_vmap(ops, name):
     assert_equal([torch.func.vmap(lambda t: ours(ops, t))(x)], [torch.func.vmap(pytorch)(x)], layout=False)
     g = [torch.func.vmap(torch.func.grad(lambda t, f=f: f(t).sin().sum()))(x) for f in (lambda t: ours(ops, t), pytorch)]
     torch.testing.assert_close(*g)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
+def test_randomness(ops, name, grad):
+    """An error by default; else one draw for all samples or one for each, as PyTorch's own draw."""
+    x = torch.randn(4, 3, 5, 6, requires_grad=grad)
+    for source in (torch.ops.aten, ops):
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            torch.func.vmap(lambda t, source=source: getattr(source, name)(t, 0.5, True))(x)
+    for randomness in ("same", "different"):
+        drawn = []
+        for source in (torch.ops.aten, ops):
+            torch.manual_seed(0)
+            drawn.append(torch.func.vmap(lambda t, source=source: getattr(source, name)(t, 0.5, True), randomness=randomness)(x))
+        torch.testing.assert_close(*drawn, rtol=0, atol=0)
+        if grad:
+            torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in drawn), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["silu", "mish"])
