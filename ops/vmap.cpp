@@ -55,8 +55,6 @@ void register_vmap(torch::Library& m) {
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",
                            "cross_entropy_loss",
-                           "dropout",
-                           "dropout.effect",
                            "glu",
                            "group_norm",
                            "gru.data",
@@ -106,9 +104,10 @@ void register_vmap(torch::Library& m) {
                            "scaled_dot_product_attention.draw",
                            "softmax"})
     m.impl(name, c10::DispatchKey::FuncTorchBatched, torch::CppFunction::makeFromBoxedFunction<&run_body>());
-  // PyTorch's are made of other operators before vmap sees anything, and these obey vmap's randomness: so are ours.
-  for (const char* name : {"alpha_dropout", "alpha_dropout.effect", "feature_alpha_dropout",
-                           "feature_alpha_dropout.effect", "feature_dropout", "feature_dropout.effect"})
+  // Before vmap sees anything, so that PyTorch's own operators inside obey its randomness, on tensors from outside too.
+  for (const char* name :
+       {"alpha_dropout", "alpha_dropout.effect", "dropout", "dropout.effect", "feature_alpha_dropout",
+        "feature_alpha_dropout.effect", "feature_dropout", "feature_dropout.effect"})
     m.impl(name, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
            torch::CppFunction::makeFromBoxedFunction<&run_body>());
 }

@@ -12,8 +12,7 @@ Pattern linear_cross_entropy() {
                 "where they are smaller than the logits",
             .conditions =
                 "the logits have no other user but for their sizes; nothing writes to x later; the loss is a mean or a "
-                "sum over classes "
-                "(else both run by themselves)",
+                "sum over classes (else both run by themselves)",
             .for_regions = true,
             .rules = {}};
   struct Step {

@@ -40,19 +40,25 @@ def test_vmap(ops, name):
     torch.testing.assert_close(*g)
 
 
+@pytest.mark.parametrize("outside", [False, True], ids=["of a sample", "of a tensor from outside"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
-def test_randomness(ops, name, grad):
+def test_randomness(ops, name, grad, outside):
     """An error by default; else one draw for all samples or one for each, as PyTorch's own draw."""
     x = torch.randn(4, 3, 5, 6, requires_grad=grad)
+    whole = torch.randn(3, 5, 6, requires_grad=grad)
+
+    def called(source):
+        return lambda t: getattr(source, name)(whole if outside else t, 0.5, True) * t
+
     for source in (torch.ops.aten, ops):
         with pytest.raises(RuntimeError, match="randomness error mode"):
-            torch.func.vmap(lambda t, source=source: getattr(source, name)(t, 0.5, True))(x)
+            torch.func.vmap(called(source))(x)
     for randomness in ("same", "different"):
         drawn = []
         for source in (torch.ops.aten, ops):
             torch.manual_seed(0)
-            drawn.append(torch.func.vmap(lambda t, source=source: getattr(source, name)(t, 0.5, True), randomness=randomness)(x))
+            drawn.append(torch.func.vmap(called(source), randomness=randomness)(x))
         torch.testing.assert_close(*drawn, rtol=0, atol=0)
         if grad:
             torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in drawn), rtol=0, atol=0)
