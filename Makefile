@@ -112,6 +112,6 @@ format:
 # Configured and never built: with gcc's precompiled headers about, clang would try to read them.
 tidy: setup
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check clang-tidy==19.1.0
-	@cmake -S . -B build/tidy -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
+	@cmake -S . -B build/tidy -G Ninja -DCMAKE_BUILD_TYPE=Release -DTSMEM_UNITY=OFF -DTSMEM_TORCH="$$TSMEM_TORCH" > build/configure.log || { cat build/configure.log; exit 1; }
 	@git ls-files '*.cpp' | grep -v -e '^examples/' -e '^bench/' -e '\.kernel\.cpp$$' | \
 	  xargs -P $$(nproc) -n 1 .venv/bin/clang-tidy --quiet --extra-arg=-fno-openmp --extra-arg=-fdelayed-template-parsing --warnings-as-errors='*' -p build/tidy 2> >(grep -v ' warnings generated' >&2)

@@ -57,7 +57,7 @@ std::vector<std::string> words(const CLI::App& command) {
   return {};
 }
 
-std::vector<const CLI::App*> commands(const CLI::App& root) {
+std::vector<const CLI::App*> commands_of(const CLI::App& root) {
   return root.get_subcommands([](const CLI::App*) { return true; });
 }
 
@@ -78,7 +78,7 @@ std::string bash(const CLI::App& root) {
       }
   };
   add_values("*", common);
-  for (auto command : commands(root)) {
+  for (auto command : commands_of(root)) {
     auto own = flags(*command);
     names.push_back(command->get_name());
     options += fmt::format("    {}) options=\"{} {}\"; words=\"{}\";;\n", command->get_name(), all_names(own),
@@ -127,7 +127,7 @@ std::string zsh_spec(const Flag& flag) {
 std::string zsh(const CLI::App& root) {
   std::string list, cases, common;
   for (auto& flag : flags(root)) common += zsh_spec(flag);
-  for (auto command : commands(root)) {
+  for (auto command : commands_of(root)) {
     std::string specs;
     for (auto& flag : flags(*command)) specs += zsh_spec(flag);
     auto fixed = words(*command);
@@ -169,7 +169,7 @@ std::string fish_line(const Flag& flag, const std::string& condition) {
 std::string fish(const CLI::App& root) {
   std::string text = "# fish completion of tsmem: put this file in ~/.config/fish/completions/tsmem.fish\n";
   for (auto& flag : flags(root)) text += fish_line(flag, "");
-  for (auto command : commands(root)) {
+  for (auto command : commands_of(root)) {
     auto& name = command->get_name();
     text += fmt::format("complete -c tsmem -n __fish_use_subcommand -f -a {} -d {}\n", name,
                         quoted(command->get_description()));

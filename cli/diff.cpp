@@ -18,7 +18,7 @@
 namespace tsmem::cli {
 namespace {
 
-struct Options {
+struct DiffArguments {
   std::string a, b, format = "text", method;
   bool stat = false;
 };
@@ -29,7 +29,8 @@ nlohmann::json operators(const MethodDiff& d) {
 }
 
 // What page/diff.js draws.
-nlohmann::json page_data(const Options& o, const std::vector<MethodDiff>& d, const std::vector<MethodDiff>& totals) {
+nlohmann::json page_data(const DiffArguments& o, const std::vector<MethodDiff>& d,
+                         const std::vector<MethodDiff>& totals) {
   nlohmann::json data = {
       {"a", o.a}, {"b", o.b}, {"methods", nlohmann::json::array()}, {"totals", nlohmann::json::array()}};
   std::set<nlohmann::json> seen;  // methods that only call each other differ alike
@@ -78,7 +79,7 @@ size_t count_added_methods(const torch::jit::Module& module) {
   return count;
 }
 
-int show_diff(const Options& o, const Common& common) {
+int show_diff(const DiffArguments& o, const Common& common) {
   if (o.format != "text" && o.stat)
     throw Error(ErrorKind::request, "--stat is for --format text; the others have the counts anyway.");
   auto a = load_model(o.a).module, b = load_model(o.b).module;
@@ -111,7 +112,7 @@ int show_diff(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_diff(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<DiffArguments>();
   app.add_option("A.pt", o->a, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("B.pt", o->b, "Another")->required();
   app.add_option("--format", o->format, "text (default), json, or html: one page with both side by side")

@@ -8,12 +8,12 @@
 namespace tsmem::cli {
 namespace {
 
-struct Options {
+struct ImportArguments {
   std::string model, output, json_file;
   bool force = false;
 };
 
-void check_files(const Options& o) {
+void check_files(const ImportArguments& o) {
   check_report(o.json_file);
   if (same_file(o.model, o.output))
     throw Error(ErrorKind::request,
@@ -24,7 +24,7 @@ void check_files(const Options& o) {
       throw Error(ErrorKind::request, "--json '" + o.json_file + "' is a model's name; choose another.");
 }
 
-int import_file(const Options& o, const Common& common) {
+int import_file(const ImportArguments& o, const Common& common) {
   check_files(o);
   const ModelFile file = load_model(o.model, "meta");
   if (!file.exported) throw Error(ErrorKind::input, "'" + o.model + "' is TorchScript already, and needs no import.");
@@ -52,7 +52,7 @@ int import_file(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_import(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<ImportArguments>();
   app.add_option("MODEL.pt2", o->model, "A file of torch.export.save")->required();
   app.add_option("-o,--output", o->output, "The TorchScript file")->type_name("OUT.pt")->required();
   app.add_flag("--force", o->force, "Replace an existing output");

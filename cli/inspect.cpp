@@ -21,7 +21,7 @@ namespace {
 using nlohmann::json;
 using torch::jit::Module;
 
-struct Options {
+struct InspectArguments {
   std::string model, method, json_file;
   std::vector<std::string> patterns;
 };
@@ -104,7 +104,7 @@ std::vector<std::string> shown_methods(const Module& module, const std::string& 
   return {asked};
 }
 
-Inspection inspect(const Options& o) {
+Inspection inspect(const InspectArguments& o) {
   RewriteOptions options;
   options.patterns = read_patterns(o.patterns);
   auto file = load_model(o.model, "meta");  // names and shapes are enough
@@ -200,7 +200,7 @@ void print_inspection(const Inspection& found, const std::string& model, bool co
     print_counts("pattern", found.matches);
 }
 
-int inspect_file(const Options& o, const Common& common) {
+int inspect_file(const InspectArguments& o, const Common& common) {
   const Inspection found = inspect(o);
   if (!o.json_file.empty()) write_json(to_json(found, o.model), o.json_file, {o.model});
   if (o.json_file != "-") print_inspection(found, o.model, use_color(common));
@@ -210,7 +210,7 @@ int inspect_file(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_inspect(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<InspectArguments>();
   app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("--method", o->method, "This method alone")->type_name("NAME");
   add_patterns_option(app, o->patterns);

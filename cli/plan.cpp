@@ -18,7 +18,7 @@
 namespace tsmem::cli {
 namespace {
 
-struct Options {
+struct PlanArguments {
   std::string model, plot;
   RunOptions run;
   PlanLimits limits;
@@ -27,7 +27,7 @@ struct Options {
   std::vector<std::string> patterns;
 };
 
-void check_files(const Options& o) {
+void check_files(const PlanArguments& o) {
   check_report(o.run.json);
   if (!o.plot.empty() && !o.plot.ends_with(".svg") && !o.plot.ends_with(".png"))
     throw Error(ErrorKind::request,
@@ -40,7 +40,7 @@ void check_files(const Options& o) {
     throw Error(ErrorKind::request, "'" + o.plot + "' would replace a model that this command reads.");
 }
 
-int run(const Options& o, const Common& common) {
+int run(const PlanArguments& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
@@ -83,7 +83,7 @@ int run(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_plan(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<PlanArguments>();
   app.description("Show peak memory against step time, for every budget");
   app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   o->run.add(app);

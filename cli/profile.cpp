@@ -19,7 +19,7 @@
 namespace tsmem::cli {
 namespace {
 
-struct Options {
+struct ProfileArguments {
   std::string model, other, plot, trace;
   RunOptions run;
   bool eval = false, input_grad = false;
@@ -52,7 +52,7 @@ std::string label(const std::string& path) {
   return std::string(2 * static_cast<size_t>(depth_of(path)), ' ') + path.substr(path.rfind('.') + 1);
 }
 
-void print_tree(const Profile& p, const Profile* other, const Options& o) {
+void print_tree(const Profile& p, const Profile* other, const ProfileArguments& o) {
   auto sums = totals(p);
   auto theirs = other ? totals(*other) : std::map<std::string, ModuleMemory>();
   std::vector<std::vector<std::string>> rows;
@@ -166,7 +166,7 @@ bool ends_in(const std::string& path, std::initializer_list<const char*> suffixe
 }
 
 // Before anything is measured.
-void check_files(const Options& o) {
+void check_files(const ProfileArguments& o) {
   if (!o.plot.empty() && !ends_in(o.plot, {".svg", ".png", ".html", ".htm"}))
     throw Error(ErrorKind::request,
                 "--plot '" + o.plot + "' is not a picture that tsmem draws; end its name in .svg, .png or .html.");
@@ -182,7 +182,7 @@ void check_files(const Options& o) {
         throw Error(ErrorKind::request, "'" + file + "' would replace a model that this command reads.");
 }
 
-void write_files(const std::vector<TitledProfile>& profiles, const Options& o) {
+void write_files(const std::vector<TitledProfile>& profiles, const ProfileArguments& o) {
   if (!o.trace.empty()) save_text(chrome_trace(profiles), o.trace);
   if (o.plot.empty()) return;
   const bool page = ends_in(o.plot, {".html", ".htm"});
@@ -190,7 +190,7 @@ void write_files(const std::vector<TitledProfile>& profiles, const Options& o) {
   save_text(o.plot.ends_with(".png") ? png_of(picture) : picture, o.plot);
 }
 
-ProfileOptions profile_options(const Options& o, const Common& common) {
+ProfileOptions profile_options(const ProfileArguments& o, const Common& common) {
   ProfileOptions options;
   options.method = o.run.method;
   options.device = o.run.device;
@@ -214,7 +214,7 @@ Profile measure(const std::string& path, ModelFile& file, const std::vector<c10:
   }
 }
 
-int run(const Options& o, const Common& common) {
+int run(const ProfileArguments& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
@@ -264,7 +264,7 @@ int run(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_profile(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<ProfileArguments>();
   app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   o->run.add(app);
   app.add_flag("--eval", o->eval, "In eval mode (default: train mode); backward runs all the same");

@@ -30,7 +30,7 @@ namespace {
 using nlohmann::json;
 using torch::jit::Module;
 
-struct Options {
+struct RewriteArguments {
   std::string model, output, level = "regions", budget, inputs_file, device = "cpu", batch_sizes, fit, json_file;
   std::vector<std::string> inputs, patterns;
   int optimizer_states = 0, threads = 0;
@@ -53,7 +53,7 @@ std::vector<int64_t> parse_batch_sizes(const std::string& text) {
 }
 
 // Sets the level to plan where another option implies it.
-void settle_level(Options& o, const CLI::App& app) {
+void settle_level(RewriteArguments& o, const CLI::App& app) {
   const auto given = [&](const char* name) { return app.get_option(name)->count() > 0; };
   if (given("--level") && o.level == "ops" && given("--checkpoint"))
     throw Error(ErrorKind::request, "--level ops and --checkpoint exclude each other.");
@@ -81,7 +81,7 @@ void settle_level(Options& o, const CLI::App& app) {
   o.limits.check(given("--input") || given("--inputs"), o.rewrite.amp);
 }
 
-void refuse_conflicts(const Options& o, const CLI::App& app) {
+void refuse_conflicts(const RewriteArguments& o, const CLI::App& app) {
   if (!o.undo) return;
   for (auto name : {"--patterns", "--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method",
                     "--explain", "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
@@ -89,7 +89,7 @@ void refuse_conflicts(const Options& o, const CLI::App& app) {
       throw Error(ErrorKind::request, std::string("--restore and ") + name + " exclude each other.");
 }
 
-void check_files(const Options& o) {
+void check_files(const RewriteArguments& o) {
   check_report(o.json_file);
   if (o.output.empty()) {
     if (!o.dry_run) throw Error(ErrorKind::request, "Name the output with -o OUT.pt, or use --dry-run.");
@@ -104,7 +104,7 @@ void check_files(const Options& o) {
       throw Error(ErrorKind::request, "--json '" + o.json_file + "' is the model's own name; choose another.");
 }
 
-json report_json(const Options& o, const RewriteReport& report, const ChosenPlan* plan) {
+json report_json(const RewriteArguments& o, const RewriteReport& report, const ChosenPlan* plan) {
   json all = {{"tool", "tsmem"},
               {"version", TSMEM_VERSION},
               {"input", o.model},
@@ -172,7 +172,7 @@ void print_shared_classes(const RewriteReport& report) {
 }
 
 // How the output differs from the input, in a word or two for the last line.
-std::string written_text(const Options& o, const RewriteReport& report, bool rewritten_before) {
+std::string written_text(const RewriteArguments& o, const RewriteReport& report, bool rewritten_before) {
   if (!report.matches.empty() || !report.regions.empty() || !o.rewrite.amp.empty()) return "Written";
   std::vector<std::string> changes;
   if (report.bodies) changes.push_back("calls are inlined");
@@ -182,12 +182,13 @@ std::string written_text(const Options& o, const RewriteReport& report, bool rew
   return fmt::format("Written, where {} and nothing else is changed", fmt::join(changes, ", "));
 }
 
-bool verifies_numbers(const Options& o) {
+bool verifies_numbers(const RewriteArguments& o) {
   return (!o.inputs.empty() || !o.inputs_file.empty()) && !o.limits.estimate && !o.no_verify;
 }
 
 // Compares what was written with the original. Prints what differs and returns false where it isn't the same.
-bool check_written(const Options& o, const Common& common, Session& session, const std::vector<c10::IValue>& inputs) {
+bool check_written(const RewriteArguments& o, const Common& common, Session& session,
+                   const std::vector<c10::IValue>& inputs) {
   if (!verifies_numbers(o)) {
     if (const auto differences = session.structure_differences(); !differences.empty())
       throw std::runtime_error("The rewritten model differs from the original: " + differences[0]);
@@ -237,7 +238,7 @@ void print_plan(const ChosenPlan& plan) {
 
 // The arguments that were given, as the method takes them; none where none were given. They are checked before the
 // work, not after it.
-std::vector<c10::IValue> given_inputs(const Options& o, const Common& common, const Session& session,
+std::vector<c10::IValue> given_inputs(const RewriteArguments& o, const Common& common, const Session& session,
                                       const std::string& method) {
   if (o.inputs.empty() && o.inputs_file.empty()) return {};
   auto inputs = make_inputs(o.inputs, o.inputs_file, common.seed, o.limits.estimate ? "meta" : o.device);
@@ -252,8 +253,8 @@ void check_method(const Module& module, const std::string& asked) {
   throw Error(ErrorKind::request, "The model has no method '" + asked + "'" + did_you_mean(asked, names) + ".");
 }
 
-PlannedRewrite rewrite_by_plan(const Options& o, const Common& common, Session& session, const std::string& method,
-                               const std::vector<c10::IValue>& inputs) {
+PlannedRewrite rewrite_by_plan(const RewriteArguments& o, const Common& common, Session& session,
+                               const std::string& method, const std::vector<c10::IValue>& inputs) {
   const Progress progress(common);
   PlanRequest request{o.budget, o.fit, {}, o.optimizer_states, o.limits.options(common, progress)};
   if (!o.batch_sizes.empty()) request.batch_sizes = parse_batch_sizes(o.batch_sizes);
@@ -266,8 +267,8 @@ PlannedRewrite rewrite_by_plan(const Options& o, const Common& common, Session& 
 
 // Writes the result, once it has been compared with the original. False where it isn't the same: then nothing is
 // written.
-bool write_checked(const Options& o, const Common& common, Session& session, const std::vector<c10::IValue>& inputs,
-                   RewriteReport& report) {
+bool write_checked(const RewriteArguments& o, const Common& common, Session& session,
+                   const std::vector<c10::IValue>& inputs, RewriteReport& report) {
   session.write(o.output, o.force);
   if (!check_written(o, common, session, inputs)) return false;
   if (!o.undo && !inputs.empty()) {
@@ -280,7 +281,8 @@ bool write_checked(const Options& o, const Common& common, Session& session, con
 }
 
 // What was done, but for the last line.
-void print_report(const Options& o, const Common& common, const RewriteReport& report, const ChosenPlan* plan) {
+void print_report(const RewriteArguments& o, const Common& common, const RewriteReport& report,
+                  const ChosenPlan* plan) {
   if (!o.undo && !report.matches.empty()) print_matches(report, o.rewrite.patterns, common.verbose);
   const auto checkpoints =
       std::count_if(report.regions.begin(), report.regions.end(), [](const Region& r) { return r.whole; });
@@ -297,13 +299,13 @@ void print_report(const Options& o, const Common& common, const RewriteReport& r
   if (!o.undo) print(saved_text(report.saved, o.rewrite.level, o.explain || common.verbose));
 }
 
-std::string last_line(const Options& o, const RewriteReport& report, bool rewritten_before) {
+std::string last_line(const RewriteArguments& o, const RewriteReport& report, bool rewritten_before) {
   if (o.dry_run) return "Nothing was written (--dry-run).\n";
   if (o.undo) return "Restored the original methods, with the weights as they are now: " + o.output + "\n";
   return written_text(o, report, rewritten_before) + ": " + o.output + "\n";
 }
 
-int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
+int rewrite_file(RewriteArguments& o, const Common& common, const CLI::App& app) {
   refuse_conflicts(o, app);
   settle_level(o, app);
   check_files(o);
@@ -347,7 +349,7 @@ int rewrite_file(Options& o, const Common& common, const CLI::App& app) {
 }  // namespace
 
 Run add_rewrite(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<RewriteArguments>();
   auto many = [&](const char* name, std::vector<std::string>& to, const char* what, const char* type) {
     return app.add_option(name, to, what)->type_name(type)->allow_extra_args(false);
   };

@@ -17,7 +17,7 @@
 namespace tsmem::cli {
 namespace {
 
-struct Options {
+struct VerifyArguments {
   std::string a, b;
   RunOptions run;
   bool train = false, eval = false, no_measure = false, thorough = false;
@@ -90,7 +90,7 @@ void print_figures(const VerifyResult& r) {
 }
 
 // An error that is about one of the models names its file.
-VerifyResult verify_files(const Options& o, const torch::jit::Module& a, const torch::jit::Module& b,
+VerifyResult verify_files(const VerifyArguments& o, const torch::jit::Module& a, const torch::jit::Module& b,
                           const std::vector<c10::IValue>& inputs, const VerifyOptions& options) {
   try {
     return verify(a, b, inputs, options);
@@ -102,7 +102,7 @@ VerifyResult verify_files(const Options& o, const torch::jit::Module& a, const t
   }
 }
 
-int run(const Options& o, const Common& common) {
+int run(const VerifyArguments& o, const Common& common) {
   o.run.apply();
   require_device(o.run.device);
   auto a = load_model(o.a, o.run.device), b = load_model(o.b, o.run.device);
@@ -148,7 +148,7 @@ int run(const Options& o, const Common& common) {
 }  // namespace
 
 Run add_verify(CLI::App& app, const Common& common) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<VerifyArguments>();
   app.add_option("A.pt", o->a, "The original")->required();
   app.add_option("B.pt", o->b, "The model that should be the same")->required();
   o->run.add(app);

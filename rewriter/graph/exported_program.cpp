@@ -22,7 +22,7 @@ using torch::jit::Module;
 // The order of names in weights' descriptions is that of the state_dict.
 using ordered_json = nlohmann::ordered_json;
 
-constexpr int kSchemaMajor = 8, kDeepest = 64;
+constexpr int kSchemaMajor = 8, kDeepestGraph = 64;
 const std::string kModels = "models/", kWeights = "data/weights/", kConstants = "data/constants/", kExtra = "extra/";
 
 std::string graph_record(const std::string& name) { return kModels + name + ".json"; }
@@ -42,11 +42,11 @@ template <class Json>
 Json parse(const std::string& path, const std::string& record, const std::string& text) {
   try {
     return Json::parse(text, [](int depth, typename Json::parse_event_t, Json&) {
-      if (depth > kDeepest) throw std::length_error("");
+      if (depth > kDeepestGraph) throw std::length_error("");
       return true;
     });
   } catch (const std::length_error&) {
-    throw damaged(path, fmt::format("record '{}' is nested more than {} deep", record, kDeepest));
+    throw damaged(path, fmt::format("record '{}' is nested more than {} deep", record, kDeepestGraph));
   } catch (const json::exception&) {
     throw damaged(path, "record '" + record + "' is not JSON");
   }

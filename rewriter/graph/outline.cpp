@@ -15,7 +15,7 @@ using namespace torch::jit;
 
 namespace {
 
-constexpr size_t kDeepest = 64;
+constexpr size_t kDeepestModule = 64;
 
 bool is_below(const std::string& path, const std::string& parent) {
   return !path.empty() && (parent.empty() || path.starts_with(parent + "."));
@@ -63,7 +63,7 @@ class Outliner {
     std::string path;
     for (const ModuleCall& call : calls) {
       if (call.path.empty()) continue;
-      if (!is_below(call.path, path) || !is_module(call.path) || valid.size() == kDeepest) break;
+      if (!is_below(call.path, path) || !is_module(call.path) || valid.size() == kDeepestModule) break;
       valid.push_back(call);
       path = call.path;
     }

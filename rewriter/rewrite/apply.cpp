@@ -172,7 +172,7 @@ void add_defaults(Graph& g, const std::string& op, std::vector<Value*>& argument
 // (CanonicalizeOps), and a tensor would decide the result's dtype.
 void restore_number(Graph& g, const std::string& op, std::vector<Value*>& arguments) {
   static const std::set<std::string> arithmetic = {"tsmem::add", "tsmem::sub", "tsmem::mul", "tsmem::div"};
-  if (arithmetic.count(op) && arguments.size() > 1 && is_tensor(arguments[1]))
+  if (arithmetic.count(op) && arguments.size() > 1 && may_be_tensor(arguments[1]))
     if (const auto number = traced_number(arguments[1])) arguments[1] = g.insertConstant(*number);
 }
 

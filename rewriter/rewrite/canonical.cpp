@@ -79,9 +79,9 @@ bool pad_keeps_input(const std::string& mode, const Node* n) {
   return n->input(3)->type()->kind() == TypeKind::NoneType && (mode == "reflect" || mode == "replicate");
 }
 
-bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
-
 }  // namespace
+
+bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
 
 std::optional<KnownActivation> known_activation(const std::string& name) {
   if (name == "gelu" || name == "gelu_tanh") return KnownActivation{name, {}, 0};

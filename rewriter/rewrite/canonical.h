@@ -29,6 +29,9 @@ struct KnownActivation {
 };
 std::optional<KnownActivation> known_activation(const std::string& name);
 
+// Never None, as an optional one may be.
+bool is_tensor(const Value* v);
+
 // True where the operator's result is memory of its own: no view or alias of an argument.
 bool makes_fresh_tensor(const Node* n);
 

@@ -48,8 +48,6 @@ bool is_checkpointed(const std::set<std::string>& checkpointed, const ModuleClas
   return !in.empty();
 }
 
-static bool is_tensor(const Value* v) { return v->type()->isSubtypeOf(*TensorType::get()); }
-
 static bool is_container(const Value* v) { return !is_tensor(v) && !v->type()->containedTypes().empty(); }
 
 // Operators whose result may be their argument itself, whatever their schemas say: a dropout's is in evaluation.

@@ -83,7 +83,7 @@ bool given_out_twice(const Value* v, const Node* returns) {
 
 // A tensor, or those of a list that is made here.
 std::vector<Value*> tensors_of(Value* v) {
-  if (is_tensor(v)) return {v};
+  if (may_be_tensor(v)) return {v};
   const bool tensors = v->node()->kind() == prim::ListConstruct && v->type()->isSubtypeOf(*ListType::ofTensors());
   return tensors ? v->node()->inputs().vec() : std::vector<Value*>{};
 }
@@ -131,7 +131,7 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
   // TorchScript knows of aten::cat and a few others that the tensors of a list stay as they are. It takes any other
   // operator with a list for one through which these are seen later, and then what overwrites them runs.
   for (const auto& [name, value] : a.bound)
-    if (!is_tensor(value))
+    if (!may_be_tensor(value))
       if (auto reason = written_by_dead_code(value); !reason.empty()) return reason;
   return disturbed(a);
 }
@@ -254,12 +254,12 @@ std::string Legality::writes(Node* n, const Attempt& a, bool in_between) const {
   if (!schema->is_mutable() && !norm) return "";
   for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
     const auto* alias = schema->arguments()[k].alias_info();
-    const bool statistics = norm && (k == 3 || k == 4) && is_tensor(n->input(k));
+    const bool statistics = norm && (k == 3 || k == 4) && may_be_tensor(n->input(k));
     if (!statistics && !(alias && alias->isWrite())) continue;
     // What goes into a list or a dictionary, or leaves it, changes that and no tensor's memory; where a schema says
     // Tensor[], as that of _foreach_add_ does, the tensors are meant.
     const bool container =
-        !is_tensor(n->input(k)) && !schema->arguments()[k].type()->isSubtypeOf(*ListType::ofTensors());
+        !may_be_tensor(n->input(k)) && !schema->arguments()[k].type()->isSubtypeOf(*ListType::ofTensors());
     for (const auto& [name, bound] : a.bound)
       for (Value* v : container ? std::vector<Value*>{bound} : tensors_of(bound))
         if (v->node() != n && (!statistics || sharing_.may_be_attribute(v)) &&

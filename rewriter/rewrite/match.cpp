@@ -213,7 +213,7 @@ class Matcher {
         auto known = operators_.canonical.find(from);
         if (from->kind() == prim::If || (known != operators_.canonical.end() && wanted.count(known->second.name)))
           return true;
-        if (from->kind() == prim::GetAttr && wanted.count("parameter") && is_tensor(v)) return true;
+        if (from->kind() == prim::GetAttr && wanted.count("parameter") && may_be_tensor(v)) return true;
       }
     return false;
   }
@@ -283,7 +283,7 @@ class Matcher {
       if (!schema || !schema->is_mutable() || taken_.count(n)) continue;
       for (size_t k = 0; k < schema->arguments().size() && k < n->inputs().size(); ++k) {
         const auto* alias = schema->arguments()[k].alias_info();
-        if (!alias || !alias->isWrite() || !is_tensor(n->input(k))) continue;
+        if (!alias || !alias->isWrite() || !may_be_tensor(n->input(k))) continue;
         if (!sharing_.is_counter(n->input(k))) add(n, n->input(k), /*statistics=*/false);
       }
     }

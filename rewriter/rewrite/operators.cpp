@@ -123,7 +123,7 @@ std::string name_of(const View& view, const Node* n) {
   return path.empty() ? n->kind().toQualString() : fmt::format("{} ({})", path, n->kind().toQualString());
 }
 
-bool is_tensor(const Value* v) {
+bool may_be_tensor(const Value* v) {
   return v->type()->isSubtypeOf(*OptionalType::ofTensor()) && v->type()->kind() != NoneType::Kind;
 }
 

@@ -43,6 +43,7 @@ std::optional<c10::IValue> traced_number(const Value* v);
 // A node by its module's path and operator, as reasons name it.
 std::string name_of(const View& view, const Node* n);
 
-bool is_tensor(const Value* v);
+// A tensor, or an optional one.
+bool may_be_tensor(const Value* v);
 
 }  // namespace tsmem

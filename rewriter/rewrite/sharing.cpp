@@ -67,7 +67,7 @@ bool Sharing::is_set(const std::string& path) const {
 }
 
 bool Sharing::reaches(Value* written, Value* v) {
-  if (is_tensor(v)) return may_alias(written, v);
+  if (may_be_tensor(v)) return may_alias(written, v);
   if (v->type()->kind() != ListType::Kind || v->type()->containedType(0)->kind() != TensorType::Kind) return false;
   if (v->node()->kind() != prim::ListConstruct) {
     const ValueSet& all = sharing(written);
@@ -152,7 +152,7 @@ void Sharing::collect_givers(Block* block) {
     std::vector<Value*>& shared = givers_.emplace_back();
     for (const auto& values : {n->inputs(), at::ArrayRef<Value*>(n->outputs())})
       for (Value* v : values)
-        if (is_tensor(v) || v->type()->kind() == ListType::Kind) shared.push_back(v);
+        if (may_be_tensor(v) || v->type()->kind() == ListType::Kind) shared.push_back(v);
   }
 }
 
@@ -181,7 +181,7 @@ bool Sharing::collect_origins(Value* v, Origins& origins) const {
   if (!list) {
     const auto path = attribute_path(v);
     if (makes_fresh_tensor(n) || (path && !path->empty()) || n == view_.graph->param_node() ||
-        (n->kind() == prim::Constant && is_tensor(v))) {
+        (n->kind() == prim::Constant && may_be_tensor(v))) {
       origins.found.insert(v);
       return true;
     }
