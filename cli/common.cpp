@@ -12,7 +12,7 @@
 
 #include "cli/cli.h"
 #include "rewriter/error.h"
-#include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/text.h"
 
 namespace tsmem::cli {

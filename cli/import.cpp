@@ -3,6 +3,7 @@
 
 #include "cli/cli.h"
 #include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/graph/import_exported.h"
 
 namespace tsmem::cli {

@@ -19,7 +19,7 @@
 #include "cli/cli.h"
 #include "rewriter/error.h"
 #include "rewriter/file/check_file.h"
-#include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/file/op_library.h"
 
 namespace tsmem::cli {

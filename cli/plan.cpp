@@ -10,7 +10,7 @@
 #include "cli/png.h"
 #include "cli/run_options.h"
 #include "rewriter/error.h"
-#include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/measure/inputs.h"
 #include "rewriter/session/report_json.h"
 #include "tsmem/session.h"

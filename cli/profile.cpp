@@ -11,6 +11,7 @@
 #include "cli/timeline.h"
 #include "rewriter/error.h"
 #include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/measure/as_it_runs.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"

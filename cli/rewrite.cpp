@@ -17,7 +17,7 @@
 #include "cli/saved.h"
 #include "patterns/pattern.h"
 #include "rewriter/error.h"
-#include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/measure/inputs.h"
 #include "rewriter/plan/size.h"
 #include "rewriter/session/report_json.h"

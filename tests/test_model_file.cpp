@@ -11,6 +11,7 @@
 #include "rewriter/error.h"
 #include "rewriter/file/archive.h"
 #include "rewriter/file/model_file.h"
+#include "rewriter/file/new_file.h"
 #include "rewriter/file/pickle.h"
 
 using namespace tsmem;

@@ -842,9 +842,10 @@ TEST(Regions, WritesToWhatIsNewAreNoneToOtherAttributesThanThoseSet) {
                          table));
     Module original = reload(m);
     EXPECT_TRUE(matched(rewrite(m, regions()), "bn-act"));
-    for (auto* n : m.get_method("forward").graph()->nodes())
-      if (n->kind() == c10::Symbol::fromQualString("tsmem::batch_norm_act"))
-        EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), recompute);
+    for (auto* n : m.get_method("forward").graph()->nodes()) {
+      if (n->kind() != c10::Symbol::fromQualString("tsmem::batch_norm_act")) continue;
+      EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), recompute);
+    }
     expect_same_numbers(original, m, image());
   }
 }
@@ -860,9 +861,10 @@ TEST(Regions, WhatIsNoneSharesNoMemory) {
         return self.bn.forward(torch.layer_norm(torch.relu(x), [7], self.scale, self.shift))
   )");
   EXPECT_TRUE(matched(rewrite(m, regions()), "layer-norm"));
-  for (auto* n : m.get_method("forward").graph()->nodes())
-    if (n->kind() == c10::Symbol::fromQualString("tsmem::layer_norm"))
-      EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), 1);
+  for (auto* n : m.get_method("forward").graph()->nodes()) {
+    if (n->kind() != c10::Symbol::fromQualString("tsmem::layer_norm")) continue;
+    EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), 1);
+  }
 }
 
 // These may give their argument, or a view of it, and their schemas don't say so.

@@ -8,6 +8,7 @@
 
 namespace tsmem {
 
+class NewFile;
 struct ExportedProgram;
 
 struct ModelFile {
@@ -41,8 +42,7 @@ class PendingModel {
   void commit();
 
  private:
-  struct File;
-  std::unique_ptr<File> file_;
+  std::unique_ptr<NewFile> file_;
   bool force_;
 };
 
@@ -52,20 +52,5 @@ std::string bytes_of(const ModelFile& model);
 // PendingModel and commit() in one.
 void save_model(const torch::jit::Module& module, const std::map<std::string, std::string>& extra_files,
                 const std::string& path, bool force);
-
-// What save_model checks before it begins, for those who want to know before a long computation: that `path` can be
-// made, and that nothing is there unless `force`. Throws Error(ErrorKind::input), Error(ErrorKind::request) for a file
-// that exists.
-void check_output(const std::string& path, bool force);
-
-// True where both names lead to the same existing file, through links too.
-bool same_file(const std::string& a, const std::string& b);
-
-// Writes text (JSON, SVG, HTML) as save_model writes a module; here an existing file is replaced, and a device
-// or pipe (/dev/stdout) is written to.
-void save_text(const std::string& text, const std::string& path);
-
-// Removes the file that save_model or save_text is writing at this moment. For signal handlers.
-void remove_temporary_file();
 
 }  // namespace tsmem
