@@ -1,6 +1,6 @@
 """`make bench`: memory and time of rewritten models against their originals, the time of a rewrite, and every Google Benchmark program.
 
-    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|eager|plans|validation|rewrite|verify|programs] [--batch 4] [--size 224] [--rounds 5] [--level ops]
+    python bench/run.py [--models tv:resnet18 ...] [--only memory|peers|eager|plans|validation|rewrite|verify] [--batch 4] [--size 224] [--rounds 5] [--level ops]
 
 Prints tables, and writes build/bench/*.json. Ratios are rewritten / original, in one process that runs both in turns.
 """
@@ -420,22 +420,6 @@ def verify(a, folder: Path) -> list:
     return rows
 
 
-def programs(a, folder: Path) -> list:
-    """The Google Benchmark programs of bench/, in a build folder of their own."""
-    build = ROOT / "build" / "bench-programs"
-    if not list((ROOT / "bench").glob("*.cpp")):
-        return []
-    configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DTSMEM_BENCH=ON", "-DTSMEM_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run([*map(str, configure)], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(build)], check=True, stdout=subprocess.DEVNULL)
-    rows = []
-    for program in sorted((build / "bin").glob("bench_*")):
-        report = folder / "report.json"
-        subprocess.run([str(program), f"--benchmark_out={report}", "--benchmark_out_format=json"], check=True)
-        rows.append({"program": program.name, **json.loads(report.read_text())})
-    return rows
-
-
 def plans(a, folder: Path) -> list:
     """Every budget in ten steps: what was promised beside what the written file needs and takes, in turns with the original."""
     import torch
@@ -473,7 +457,7 @@ def plans(a, folder: Path) -> list:
     return rows
 
 
-PARTS = {"memory": memory, "peers": peers, "eager": eager, "plans": plans, "validation": validation, "rewrite": rewrite, "verify": verify, "programs": programs}
+PARTS = {"memory": memory, "peers": peers, "eager": eager, "plans": plans, "validation": validation, "rewrite": rewrite, "verify": verify}
 
 
 def main() -> None:
