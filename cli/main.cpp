@@ -245,6 +245,7 @@ std::string with_advice(const Error& e) {
       {"ops", "name the library that defines it with --ops LIB.so"},
       {"force", "use --force to replace it"},
       {"estimate", "leave --estimate out"},
+      {"link", "--link 25GB, for example"},
       {"modules", "'tsmem inspect' lists them"},
       {"patterns", "'tsmem patterns' lists them"},
   };

@@ -66,11 +66,14 @@ int run(const PlanArguments& o, const Common& common) {
   const auto ratio = [](double a, double b) { return fmt::format("{:.3f}", a / b); };
   std::vector<std::vector<std::string>> rows = {
       {"budget", "peak", "of original", "kept", "step", "of original", "run again, GFLOP"}};
-  for (const PlanPoint& p : points)
+  if (o.limits.offload) rows[0].push_back("offloaded");
+  for (const PlanPoint& p : points) {
     rows.push_back({bytes_text(p.budget), bytes_text(p.predicted_peak_bytes),
                     ratio(static_cast<double>(p.predicted_peak_bytes), static_cast<double>(original.peak_bytes)),
                     bytes_text(p.kept_bytes), seconds_text(p.predicted_seconds),
                     ratio(p.predicted_seconds, original.seconds), fmt::format("{:.2f}", p.recomputed_flops / 1e9)});
+    if (o.limits.offload) rows.back().push_back(bytes_text(p.offloaded_bytes));
+  }
   for (size_t c = 0; c < rows[0].size(); ++c) align_right(rows, c);
   print(table(rows));
   print(fmt::format("\nThe original: peak {}, step {}. The smallest budget is {}. {} solved {} in {}.\n",

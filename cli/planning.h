@@ -10,9 +10,10 @@ namespace tsmem::cli {
 
 struct PlanLimits {
   double seconds = 0;
-  bool estimate = false;
+  bool estimate = false, offload = false;
+  std::string link;
   void add(CLI::App& app);
-  // Throws Error(ErrorKind::request) without an input, and for --estimate under --amp.
+  // Throws Error(ErrorKind::request) without an input, for --estimate under --amp, and for --link without --offload.
   void check(bool has_input, const std::string& amp) const;
   PlanOptions options(const Common& common, const Progress& progress) const;
 };

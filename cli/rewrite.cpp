@@ -63,7 +63,7 @@ void settle_level(RewriteArguments& o, const CLI::App& app) {
       throw Error(ErrorKind::request, fmt::format("--level {} and {} exclude each other.", o.level, name));
     o.level = "plan";
   }
-  for (auto name : {"--optimizer-states", "--solve-seconds"})
+  for (auto name : {"--optimizer-states", "--solve-seconds", "--offload", "--link"})
     if (given(name) && o.level != "plan")
       throw Error(ErrorKind::request, fmt::format("{} is for plans: give --budget too.", name));
   if (given("--optimizer-states") && !given("--fit") && !given("--batch-sizes"))
@@ -84,7 +84,7 @@ void settle_level(RewriteArguments& o, const CLI::App& app) {
 void refuse_conflicts(const RewriteArguments& o, const CLI::App& app) {
   if (!o.undo) return;
   for (auto name : {"--patterns", "--only", "--skip", "--module", "--checkpoint", "--freeze", "--train", "--method",
-                    "--explain", "--amp", "--budget", "--fit", "--batch-sizes", "--estimate"})
+                    "--explain", "--amp", "--budget", "--fit", "--batch-sizes", "--estimate", "--offload"})
     if (app.get_option(name)->count() > 0)
       throw Error(ErrorKind::request, std::string("--restore and ") + name + " exclude each other.");
 }
@@ -222,6 +222,9 @@ void print_plan(const ChosenPlan& plan) {
                   bytes_text(p.predicted_peak_bytes), bytes_text(plan.original.peak_bytes),
                   static_cast<double>(p.predicted_peak_bytes) / static_cast<double>(plan.original.peak_bytes),
                   p.predicted_seconds / plan.original.seconds, plan.run_again.size()));
+  if (!plan.offloaded.empty())
+    print(fmt::format("  {}, {}, wait in the host's memory\n", counted(plan.offloaded.size(), "output"),
+                      bytes_text(p.offloaded_bytes)));
   if (!plan.batches) return;
   const auto& batches = *plan.batches;
   print(fmt::format("  weights {}, gradients and optimizer {}\n", bytes_text(batches.weight_bytes),

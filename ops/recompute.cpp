@@ -6,6 +6,7 @@
 
 #include "journal.h"
 #include "known.h"
+#include "offload.h"
 #include "recipe.h"
 #include "traits.h"
 
@@ -38,6 +39,20 @@ constexpr size_t kMuchSmaller = 16;
 // One that is this many times smaller is held by the output, where nobody else may keep it (what is interpolated).
 constexpr size_t kSmaller = 4;
 
+// Offers what the host's memory gives back. Once it is there it is held until the op's own backward.
+static void offer_back(const Tensor& output) {
+  auto recipe = std::make_shared<Recipe>();
+  recipe->make = offloaded(output);
+  if (!recipe->make) return;
+  recipe->expensive = true;
+  recipe->stream = stream_of(output);
+  recipe->strides = c10::DimVector(output.strides());
+  update_known(output.grad_fn(), [&](OutputRecord& k) {
+    k.recipe = std::move(recipe);
+    k.version = output._version();
+  });
+}
+
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
            Pieces pieces, double flops, Rows rows) {
   const auto& node = output.grad_fn();
@@ -46,6 +61,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     const int value = note(now, output, operands, make, recompute.site, flops);
     update_known(node, [&](OutputRecord& k) { k.value = value; });
   }
+  if (recompute.how == Recompute::offload) return offer_back(output);
   if (!recompute.recomputes()) return;
   auto recipe = std::make_shared<Recipe>();
   recipe->make = std::move(make);

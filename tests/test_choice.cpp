@@ -25,9 +25,10 @@ struct Layer {
 };
 
 // The model of a step through layers, one slot for each in forward and in backward. Under the base choice a slot needs
-// the outputs of expensive layers that are there, and `transient` bytes.
-StepModel step_of(const std::vector<Layer>& layers, int64_t transient = 0) {
+// the outputs of expensive layers that are there, and `transient` bytes. `link`: bytes a second.
+StepModel step_of(const std::vector<Layer>& layers, int64_t transient = 0, double link = 0) {
   StepModel model;
+  model.link = link;
   const int n = static_cast<int>(layers.size());
   for (int i = 0; i < n; ++i) {
     const Layer& l = layers[i];
@@ -69,18 +70,23 @@ StepModel step_of(const std::vector<Layer>& layers, int64_t transient = 0) {
 }
 
 struct Cost {
-  std::vector<bool> recomputed;
+  Choice choice;
   double seconds, peak;
 };
+
+Fate last_of(const StepModel::Site& site) { return site.link_seconds > 0 ? Fate::offload : Fate::recompute; }
 
 // All choices there are.
 std::vector<Cost> all_choices(const StepModel& model) {
   std::vector<Cost> all;
   const size_t n = model.sites.size();
-  for (uint32_t bits = 0; bits < (1u << n); ++bits) {
-    std::vector<bool> recomputed(n);
-    for (size_t s = 0; s < n; ++s) recomputed[s] = bits >> s & 1;
-    all.push_back({recomputed, predicted_seconds(model, recomputed), predicted_peak(model, recomputed)});
+  for (Choice choice(n, Fate::keep);;) {
+    all.push_back({choice, predicted_seconds(model, choice), predicted_peak(model, choice)});
+    // Counts, with a site a digit.
+    size_t s = 0;
+    for (; s < n && choice[s] == last_of(model.sites[s]); ++s) choice[s] = Fate::keep;
+    if (s == n) break;
+    choice[s] = choice[s] == Fate::keep ? Fate::recompute : Fate::offload;
   }
   return all;
 }
@@ -105,8 +111,12 @@ void expect_as_all_choices(const StepModel& model, const std::vector<Cost>& all,
   ASSERT_EQ(choice.has_value(), best != nullptr) << "budget " << budget;
   if (!best) return;
   EXPECT_TRUE(choice->solved);
-  EXPECT_LE(predicted_peak(model, choice->recomputed), budget);
-  const double seconds = predicted_seconds(model, choice->recomputed), rounding = 1e-6 * model.seconds;
+  EXPECT_LE(predicted_peak(model, choice->choice), budget);
+  double link_seconds = 0;
+  for (const auto& s : model.sites) link_seconds += s.link_seconds;
+  // What is offloaded counts a little, although the step is no longer for it.
+  const double seconds = predicted_seconds(model, choice->choice);
+  const double rounding = 1e-6 * model.seconds + 1e-3 * link_seconds;
   EXPECT_GE(seconds, best->seconds - rounding);
   EXPECT_LE(seconds, best->seconds + gap * model.seconds + rounding) << "budget " << budget;
   EXPECT_LE(seconds, best->seconds + choice->gap * model.seconds + rounding) << "what it says of itself";
@@ -119,7 +129,7 @@ void expect_smallest(const StepModel& model, const std::vector<Cost>& all) {
   double flops = 0;
   for (const auto& s : model.sites) flops += s.flops;
   const double tolerance = 1 + 1e-3 * flops / kFlopsPerSecond * static_cast<double>(kMiB);
-  EXPECT_NEAR(predicted_peak(model, choice->recomputed), smallest_peak(all), tolerance);
+  EXPECT_NEAR(predicted_peak(model, choice->choice), smallest_peak(all), tolerance);
 }
 
 // Budgets at, between and around the peaks there are.
@@ -133,7 +143,7 @@ std::vector<double> budgets_of(const std::vector<Cost>& all, std::mt19937& rando
 }
 
 // Sizes are multiples of 1 KiB: far more than what the solver rounds.
-StepModel random_step(std::mt19937& random, size_t sites) {
+StepModel random_step(std::mt19937& random, size_t sites, double link) {
   const auto chance = [&](int percent) { return static_cast<int>(random() % 100) < percent; };
   std::vector<Layer> layers;
   std::vector<int> kind;  // of each site: expensive
@@ -158,16 +168,16 @@ StepModel random_step(std::mt19937& random, size_t sites) {
       kind.push_back(l.expensive);
     layers.push_back(l);
   }
-  StepModel model = step_of(layers, 1024 * static_cast<int64_t>(random() % 4096));
+  StepModel model = step_of(layers, 1024 * static_cast<int64_t>(random() % 4096), link);
   for (auto& slot : model.slots)
     if (chance(20)) slot.correction = 1024 * (static_cast<int64_t>(random() % 2048) - 512);
   return model;
 }
 
-void compare_random_steps(uint32_t seed, size_t sites, double gap) {
+void compare_random_steps(uint32_t seed, size_t sites, double gap, double link = 0) {
   SCOPED_TRACE("seed " + std::to_string(seed) + ", " + std::to_string(sites) + " sites");
   std::mt19937 random(seed);
-  const StepModel model = random_step(random, sites);
+  const StepModel model = random_step(random, sites, link);
   const auto all = all_choices(model);
   for (const double budget : budgets_of(all, random)) expect_as_all_choices(model, all, budget, gap);
   expect_smallest(model, all);
@@ -185,6 +195,12 @@ TEST(Choice, IsTheBestOfAllOf16Sites) {
   for (uint32_t seed = 2000; seed < 2004; ++seed) compare_random_steps(seed, 16, 0);
 }
 
+// Layers take from 1 ms to 1 s, and have up to 8 MiB.
+TEST(Choice, OffloadsAsTheBestOfAllDoes) {
+  for (uint32_t seed = 0; seed < 90; ++seed)
+    compare_random_steps(seed, 1 + seed % 6, 0, std::vector{1e6, 1e7, 1e8}[seed % 3]);
+}
+
 // Three convolutions in a row, of which backward reads the inputs.
 StepModel three_convolutions() {
   return step_of({{true, 4 * kMiB, 0.010, {}}, {true, 4 * kMiB, 0.002, {0}}, {true, 4 * kMiB, 0.030, {1}}});
@@ -194,8 +210,8 @@ TEST(Choice, KeepsAllWhereThereIsRoom) {
   const StepModel model = three_convolutions();
   const auto choice = fastest_choice(model, 1e9, {}, limits(0));
   ASSERT_TRUE(choice);
-  EXPECT_EQ(choice->recomputed, std::vector<bool>(3, false));
-  EXPECT_EQ(predicted_seconds(model, choice->recomputed), model.seconds);
+  EXPECT_EQ(choice->choice, Choice(3, Fate::keep));
+  EXPECT_EQ(predicted_seconds(model, choice->choice), model.seconds);
 }
 
 TEST(Choice, RecomputesWhatCostsLeast) {
@@ -204,9 +220,8 @@ TEST(Choice, RecomputesWhatCostsLeast) {
   EXPECT_EQ(predicted_peak(model, base_choice(model)), 12 * kMiB);
   const auto choice = fastest_choice(model, 8 * kMiB, {}, limits(0));
   ASSERT_TRUE(choice);
-  EXPECT_LE(predicted_peak(model, choice->recomputed), 8 * kMiB);
-  EXPECT_NEAR(predicted_seconds(model, choice->recomputed), fastest_within(all_choices(model), 8 * kMiB)->seconds,
-              1e-9);
+  EXPECT_LE(predicted_peak(model, choice->choice), 8 * kMiB);
+  EXPECT_NEAR(predicted_seconds(model, choice->choice), fastest_within(all_choices(model), 8 * kMiB)->seconds, 1e-9);
 }
 
 TEST(Choice, SaysWhereNothingFits) {
@@ -220,11 +235,11 @@ TEST(Choice, KeepsWhatIsCheapWhereItFits) {
   // A convolution, a norm and a convolution: the norm's output is read by its user and recomputed at first.
   const StepModel model =
       step_of({{true, 4 * kMiB, 0.010, {}}, {false, 4 * kMiB, 0.001, {0}}, {true, 4 * kMiB, 0.010, {1}}});
-  EXPECT_EQ(base_choice(model), (std::vector<bool>{false, true, false}));
+  EXPECT_EQ(base_choice(model), (Choice{Fate::keep, Fate::recompute, Fate::keep}));
   const auto roomy = fastest_choice(model, 1e9, {}, limits(0));
   ASSERT_TRUE(roomy);
-  EXPECT_EQ(roomy->recomputed, std::vector<bool>(3, false));
-  EXPECT_NEAR(predicted_seconds(model, roomy->recomputed), model.seconds - 0.001, 1e-9);
+  EXPECT_EQ(roomy->choice, Choice(3, Fate::keep));
+  EXPECT_NEAR(predicted_seconds(model, roomy->choice), model.seconds - 0.001, 1e-9);
 }
 
 TEST(Choice, LearnsFromCorrections) {
@@ -239,11 +254,47 @@ TEST(Choice, WhatIsRecomputedIsThereUntilItsOwnBackward) {
   // The first output is read early in backward, by the last layer: recomputed, it takes its bytes from there on.
   const StepModel model = step_of(
       {{true, 8 * kMiB, 0.010, {}}, {true, kMiB, 0.010, {0}}, {true, kMiB, 0.010, {1}}, {true, kMiB, 0.010, {2, 0}}});
-  const auto kept = predicted_bytes(model, std::vector<bool>(4, false));
-  const auto recomputed = predicted_bytes(model, {true, false, false, false});
+  const auto kept = predicted_bytes(model, Choice(4, Fate::keep));
+  const auto recomputed = predicted_bytes(model, {Fate::recompute, Fate::keep, Fate::keep, Fate::keep});
   const size_t last_layer = model.first_backward + 1;
   for (size_t t = last_layer; t < model.slots.size(); ++t) EXPECT_EQ(recomputed[t], kept[t]) << t;
   EXPECT_EQ(recomputed[model.first_backward], kept[model.first_backward] - 8 * kMiB);
+}
+
+// Eight convolutions of a second each.
+StepModel eight_convolutions(double link) {
+  std::vector<Layer> layers;
+  for (int i = 0; i < 8; ++i) layers.push_back({true, 8 * kMiB, 1, i ? std::vector{i - 1} : std::vector<int>{}});
+  return step_of(layers, 0, link);
+}
+
+TEST(Choice, OffloadsWhatTheLinkMovesAndRecomputesTheRest) {
+  // All but the three that are under way or used at once leave; a fast link has time for all.
+  const double least = predicted_peak(eight_convolutions(1e12), Choice(8, Fate::offload));
+  EXPECT_EQ(least, 3 * 8 * kMiB);
+  const auto fast = fastest_choice(eight_convolutions(1e12), least, {}, limits(0));
+  ASSERT_TRUE(fast);
+  EXPECT_EQ(std::count(fast->choice.begin(), fast->choice.end(), Fate::recompute), 0);
+  EXPECT_NEAR(predicted_seconds(eight_convolutions(1e12), fast->choice), 24, 1e-6);
+  // In the eight seconds of forward this one moves two outputs.
+  const StepModel slow = eight_convolutions(2 * 8 * kMiB / 8.1);
+  const auto some = fastest_choice(slow, 4 * 8 * kMiB, {}, limits(0));
+  ASSERT_TRUE(some);
+  EXPECT_LE(predicted_peak(slow, some->choice), 4 * 8 * kMiB);
+  EXPECT_GT(std::count(some->choice.begin(), some->choice.end(), Fate::recompute), 0);
+}
+
+TEST(Choice, WaitsForWhatTheLinkTakesBeyondForwardAndBackward) {
+  const StepModel model = eight_convolutions(8 * kMiB / 3.0);  // three seconds an output
+  const Choice all(8, Fate::offload);
+  EXPECT_NEAR(predicted_seconds(model, all), 24 + (24 - 8) + (24 - 16), 1e-3);
+  EXPECT_NEAR(predicted_seconds(model, Choice(8, Fate::keep)), 24, 1e-9);
+}
+
+TEST(Choice, WhatIsSmallIsNotOffloaded) {
+  const StepModel model = step_of({{true, 1024, 1, {}}, {true, 8 * kMiB, 1, {0}}}, 0, 1e12);
+  EXPECT_EQ(model.sites[0].link_seconds, 0);
+  EXPECT_GT(model.sites[1].link_seconds, 0);
 }
 
 TEST(Choice, TheGreedyOneFitsOrHasTheSmallestPeakTried) {
@@ -251,6 +302,10 @@ TEST(Choice, TheGreedyOneFitsOrHasTheSmallestPeakTried) {
   for (const double budget : {8.0 * kMiB, 12.0 * kMiB})
     EXPECT_LE(predicted_peak(model, greedy_choice(model, budget)), budget);
   EXPECT_LT(predicted_peak(model, greedy_choice(model, 0)), predicted_peak(model, base_choice(model)));
+  const StepModel linked = eight_convolutions(1e12);
+  const Choice offloads = greedy_choice(linked, 3 * 8 * kMiB);
+  EXPECT_LE(predicted_peak(linked, offloads), 3 * 8 * kMiB);
+  EXPECT_GT(std::count(offloads.begin(), offloads.end(), Fate::offload), 0);
 }
 
 }  // namespace

@@ -78,9 +78,9 @@ TEST(Plan, EveryInstanceHasItsOwnChoice) {
     EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(),
               argument_of(s.expensive ? Recompute::keep : Recompute::each_time))
         << s.module << " " << s.op;
-  std::vector<bool> again;
-  for (const Site& s : report.sites) again.push_back(s.module == "b");
-  set_choice(m, report.sites, again);
+  Choice choice;
+  for (const Site& s : report.sites) choice.push_back(s.module == "b" ? Fate::recompute : Fate::keep);
+  set_choice(m, report.sites, choice);
   for (const Site& s : report.sites)
     EXPECT_EQ(m.attr(s.module).toModule().attr(s.attribute).toInt(),
               argument_of(s.module == "b" ? Recompute::each_time : Recompute::keep))

@@ -35,13 +35,16 @@ TEST(Traits, DecideWhatOffersToBeRecomputed) {
 
 TEST(RecomputeArgument, IsOneIntInSchemasAndWrittenFiles) {
   using tsmem::Recompute, tsmem::RecomputeArgument, tsmem::argument_of;
-  for (int64_t argument = -9; argument <= 9; ++argument) EXPECT_EQ(RecomputeArgument(argument).argument(), argument);
+  for (int64_t argument = -9; argument <= 19; ++argument) EXPECT_EQ(RecomputeArgument(argument).argument(), argument);
   EXPECT_EQ(argument_of(Recompute::off), 0);
   EXPECT_EQ(argument_of(Recompute::shared), 1);
   EXPECT_EQ(argument_of(Recompute::each_time), 2);
   EXPECT_EQ(argument_of(Recompute::first_layer), 3);
   EXPECT_EQ(argument_of(Recompute::keep), -1);
   EXPECT_TRUE(RecomputeArgument(3).offered() && RecomputeArgument(3).recomputes());
-  const auto kept = RecomputeArgument(-7), recomputed = RecomputeArgument(9);
+  EXPECT_EQ(argument_of(Recompute::offload), 4);
+  EXPECT_TRUE(RecomputeArgument(4).offered() && !RecomputeArgument(4).recomputes());
+  const auto kept = RecomputeArgument(-7), recomputed = RecomputeArgument(15), offloaded = RecomputeArgument(16);
   EXPECT_TRUE(kept.site == 5 && !kept.recomputes() && recomputed.site == 5 && recomputed.recomputes());
+  EXPECT_TRUE(offloaded.site == 5 && offloaded.how == Recompute::offload);
 }

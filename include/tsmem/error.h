@@ -14,8 +14,8 @@ namespace tsmem {
 enum class ErrorKind { request, input, budget };
 
 // what() is one sentence that says what is wrong and what to do; no stack trace. `option`: the name of the option that
-// helps ("ops", "force", "estimate"), of the one to leave out ("budget", where no plan saves anything), or of the list
-// to choose from ("modules", "patterns"), which a front end spells as its own; "": none does.
+// helps ("ops", "force", "estimate", "link"), of the one to leave out ("budget", where no plan saves anything), or of
+// the list to choose from ("modules", "patterns"), which a front end spells as its own; "": none does.
 struct TSMEM_API Error : std::runtime_error {
   Error(ErrorKind kind, const std::string& sentence, std::string option = "")
       : std::runtime_error(sentence), kind(kind), option(std::move(option)) {}

@@ -15,9 +15,16 @@ struct SolverLimits {
   double gap = 0.005;  // how far from the best it may end, as a fraction of a step's seconds
 };
 
+// What becomes of an output that backward needs. offload: it waits in the host's memory.
+enum class Fate : char { keep, recompute, offload };
+
+using Choice = std::vector<Fate>;  // of every site
+
 struct PlanOptions {
   std::string method = "forward", device = "cpu";
   uint64_t seed = 0;
+  bool offload = false;   // outputs may wait in the host's memory
+  double link = 0;        // bytes a second between device and host, each way; 0: measured. Simulated on the CPU
   bool estimate = false;  // run nothing: shapes from the meta device, seconds from FLOPs and bytes
   SolverLimits solver;
   std::function<void(const std::string&)> progress;  // is told what runs now
@@ -30,8 +37,9 @@ struct PlanPoint {
   double predicted_seconds = 0;      // a step, forward and backward
   int64_t kept_bytes = 0;            // as Profile::saved_bytes
   double recomputed_flops = 0;       // that backward adds
-  std::vector<bool> again;           // for every site: recomputed
-  double gap = 0;                    // the choice is at most this fraction of a step slower than the program's best
+  int64_t offloaded_bytes = 0;       // that go to the host and come back
+  Choice choice;
+  double gap = 0;  // the choice is at most this fraction of a step slower than the program's best
 };
 
 // A plan to choose, and what else to say of it.
@@ -64,6 +72,7 @@ struct ChosenPlan {
   PlanPoint point;
   OriginalStep original;
   std::vector<Op> run_again;  // convolutions, linear layers and the like that run again in backward
+  std::vector<Op> offloaded;  // whose outputs are offloaded
   std::string solver;
   double solve_seconds = 0;
   struct Batches {

@@ -351,7 +351,7 @@ def _planned(child: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool,
         if error.about != "budget" or strict:
             raise
         said.append(f"{_UNPLANNED}: {_sentence(error)}")
-        plain = {name: value for name, value in options.items() if name not in ("budget", "fit", "estimate", "solve_seconds")}
+        plain = {name: value for name, value in options.items() if name not in ("budget", "fit", "estimate", "solve_seconds", "offload", "link")}
         return _Rewritten(child, inputs, casts_stay, strict, plain)
 
 
@@ -359,7 +359,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     """The backend: takes Dynamo's graph and its inputs, returns what runs in its place.
 
     Options (torch.compile's `options`): those of tsmem.rewrite that mean something here (level, only, skip, module, patterns, budget,
-    estimate, solve_seconds, seed), and strict=True, which raises tsmem.Error where a graph would else run as it is.
+    estimate, solve_seconds, offload, link, seed), and strict=True, which raises tsmem.Error where a graph would else run as it is.
     """
     options = dict(kwargs.get("options") or {})
     strict = options.pop("strict", False)

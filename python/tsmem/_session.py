@@ -89,7 +89,7 @@ def rewrite(module: Any, /, **options: Any) -> Any:
     Takes a ScriptModule, or the ExportedProgram of torch.export.export, and gives the same: `.module()` of the new program trains.
 
     Options are those of `tsmem rewrite`, spelled as in Python: level="ops", only=["bn-act"], skip=..., module="layer1.*", checkpoint=...,
-    freeze=..., train=..., amp="bf16", method=..., budget="40%", batch_sizes=[8, 16], patterns="mine.patterns", seed=..., device=.... A list repeats the
+    freeze=..., train=..., amp="bf16", method=..., budget="40%", offload=True, link="25GB", batch_sizes=[8, 16], patterns="mine.patterns", seed=..., device=.... A list repeats the
     option, True sets a flag. `input` takes a SPEC ("8x3x224x224"), a list of them, a tensor, or a tuple with all arguments of forward; with it the numbers are
     verified too.
 
@@ -133,7 +133,8 @@ def profile(module: torch.jit.ScriptModule, /, **options: Any) -> Report:
 def plan(module: torch.jit.ScriptModule, /, **options: Any) -> Report:
     """Peak memory (bytes) against step time (seconds) for every budget, as `tsmem plan --json` writes them.
 
-    Options: input (as for rewrite), points, amp, patterns, estimate, solve_seconds, method, device, seed. Raises tsmem.Error where the model can't run.
+    Options: input (as for rewrite), points, amp, patterns, estimate, offload, link, solve_seconds, method, device, seed. Raises tsmem.Error where
+    the model can't run.
     """
     examples, text = split_options(options)
     return read_report(call_library("plan", _scripted(module), examples, text))

@@ -52,7 +52,7 @@ ChosenPlan::Batches batch_memory(Planner& planner, const PlanPoint& point, const
     const auto input = static_cast<int64_t>(input_each * static_cast<double>(batch));
     return BatchMemory{batch, peak, always + peak + input, measured};
   };
-  auto line = planner.batches(point.again, 2 * given);
+  auto line = planner.batches(point.choice, 2 * given);
   // A step with this batch is run where there is memory for it, and time: two steps of at most half a minute.
   const auto measurable = [&](int64_t batch) {
     const double seconds = point.predicted_seconds * static_cast<double>(batch) / static_cast<double>(given);
@@ -60,7 +60,7 @@ ChosenPlan::Batches batch_memory(Planner& planner, const PlanPoint& point, const
   };
   for (const int64_t b : request.batch_sizes) {
     const bool run = b != given && measurable(b);
-    const int64_t peak = run ? planner.batches(point.again, b).peak(b) : line.peak(b);
+    const int64_t peak = run ? planner.batches(point.choice, b).peak(b) : line.peak(b);
     result.asked.push_back(memory(b, peak, run || b == given));
   }
   if (request.fit.empty()) return result;
@@ -75,7 +75,7 @@ ChosenPlan::Batches batch_memory(Planner& planner, const PlanPoint& point, const
   int64_t batch = largest();
   bool measured = batch == given || batch == 2 * given;
   for (int i = 0; i < 4 && batch > 0 && !measured && measurable(batch); ++i) {
-    line = planner.batches(point.again, batch);
+    line = planner.batches(point.choice, batch);
     measured = total(batch) <= size;
     if (!measured) batch = std::min(largest(), batch - 1);
   }

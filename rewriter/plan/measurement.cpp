@@ -30,9 +30,9 @@ constexpr int kMostUnsettled = 4;
 
 double seconds_of(const TrainingStep& s) { return s.forward_seconds + s.backward_seconds; }
 
-std::vector<bool> base_choice(const std::vector<Site>& sites) {
-  std::vector<bool> base;
-  for (const Site& s : sites) base.push_back(!s.expensive);
+Choice base_choice(const std::vector<Site>& sites) {
+  Choice base;
+  for (const Site& s : sites) base.push_back(s.expensive ? Fate::keep : Fate::recompute);
   return base;
 }
 
@@ -85,7 +85,7 @@ void time_steps(TrialStep& rewritten, TrainingStep& original, Timings& timings,
     rewritten.choose(base_choice(rewritten.sites));
     const double base = run(rewritten.step);
     const bool all = i % 2 == 0;
-    rewritten.choose(std::vector<bool>(rewritten.sites.size(), all));
+    rewritten.choose(Choice(rewritten.sites.size(), all ? Fate::recompute : Fate::keep));
     const double other = run(rewritten.step);
     original.run();
     timings.add(all ? timings.all : timings.none, base, other, seconds_of(original));
@@ -162,15 +162,16 @@ void weigh_with_steps(StepModel& model, const Timings& timings) {
 }
 
 StepModel model_of(const std::vector<Site>& sites, const Notes& notes, const StepMemory& base, double seconds,
-                   bool estimate) {
+                   const MeasurementOptions& options) {
   StepModel model;
   model.seconds = seconds;
+  model.link = options.link;
   model.slots = base.slots;
   while (model.first_backward < model.slots.size() && !model.slots[model.first_backward].backward)
     ++model.first_backward;
   model.sites.resize(sites.size());
   for (size_t s = 0; s < sites.size(); ++s) model.sites[s].expensive = sites[s].expensive;
-  add_values(model, notes, estimate);
+  add_values(model, notes, options.estimate);
   complete(model);
   return model;
 }
@@ -183,18 +184,21 @@ TrialStep::TrialStep(torch::jit::Module& module, std::vector<Site> all_sites, co
   for (const Site& s : sites) owners.push_back(submodule(module, s.module));
 }
 
-void TrialStep::choose(const std::vector<bool>& recomputed) {
+void TrialStep::choose(const Choice& choice) {
   for (size_t s = 0; s < sites.size(); ++s)
-    owners[s].setattr(
-        sites[s].attribute,
-        RecomputeArgument(recomputed[s] ? Recompute::each_time : Recompute::keep, static_cast<int64_t>(s)).argument());
+    owners[s].setattr(sites[s].attribute,
+                      RecomputeArgument(recompute_of(choice[s]), static_cast<int64_t>(s)).argument());
+}
+
+Recompute recompute_of(Fate fate) {
+  return fate == Fate::recompute ? Recompute::each_time : fate == Fate::offload ? Recompute::offload : Recompute::keep;
 }
 
 Measurement measure(TrialStep& rewritten, TrainingStep& original, const MeasurementOptions& options) {
   const auto say = [&](const std::string& text) {
     if (options.progress) options.progress(text);
   };
-  const std::vector<bool> base = base_choice(rewritten.sites), all(rewritten.sites.size(), true);
+  const Choice base = base_choice(rewritten.sites), all(rewritten.sites.size(), Fate::recompute);
   Measurement m;
   rewritten.choose(base);
   say("planning: warm-up steps");
@@ -215,14 +219,14 @@ Measurement measure(TrialStep& rewritten, TrainingStep& original, const Measurem
   m.original = metered(original, options.device, none);
   if (options.estimate) {
     m.original_seconds = estimated_seconds(notes.base, kOriginalPasses);
-    m.model = model_of(rewritten.sites, notes, m.base, estimated_seconds(notes.base, kPasses), true);
+    m.model = model_of(rewritten.sites, notes, m.base, estimated_seconds(notes.base, kPasses), options);
     return m;
   }
   Timings timings;
   timings.add(timings.all, base_seconds, seconds_of(rewritten.step), seconds_of(original));
   time_steps(rewritten, original, timings, say);
   m.original_seconds = *timings.original.begin();
-  m.model = model_of(rewritten.sites, notes, m.base, *timings.base.begin(), false);
+  m.model = model_of(rewritten.sites, notes, m.base, *timings.base.begin(), options);
   weigh_with_steps(m.model, timings);
   return m;
 }

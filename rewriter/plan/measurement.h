@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/recompute_argument.h"
 #include "rewriter/measure/training_step.h"
 #include "rewriter/plan/metered_step.h"
 #include "rewriter/plan/step_model.h"
@@ -19,13 +20,16 @@ struct TrialStep {
   TrialStep(torch::jit::Module& module, std::vector<Site> sites, const std::vector<c10::IValue>& inputs,
             const StepOptions& run);
 
-  // Writes a choice into the module, for a journal: an attribute's magnitude tells its site, the sign the choice.
-  void choose(const std::vector<bool>& recomputed);
+  // Writes a choice into the module, for a journal: an attribute tells its site too (ops/recompute_argument.h).
+  void choose(const Choice& choice);
 
   std::vector<Site> sites;
   std::vector<torch::jit::Module> owners;  // of each site
   TrainingStep step;
 };
+
+// What an operator is told of an output's fate.
+Recompute recompute_of(Fate fate);
 
 struct Measurement {
   StepModel model;
@@ -35,6 +39,7 @@ struct Measurement {
 
 struct MeasurementOptions {
   c10::Device device;
+  double link = 0;                                   // as StepModel::link
   bool estimate = false;                             // seconds from FLOPs and bytes: the steps run on the meta device
   std::function<void(const std::string&)> progress;  // is told what runs now
 };

@@ -24,10 +24,9 @@ static std::string size_text(int64_t bytes, bool round_up = false) {
   return fmt::format("{:.1f} {}", (round_up ? std::ceil(tenths) : tenths) / 10, small ? "KiB" : "MiB");
 }
 
-void set_choice(const Module& module, const std::vector<Site>& sites, const std::vector<bool>& recomputed) {
+void set_choice(const Module& module, const std::vector<Site>& sites, const Choice& choice) {
   for (size_t s = 0; s < sites.size(); ++s)
-    submodule(module, sites[s].module)
-        .setattr(sites[s].attribute, argument_of(recomputed[s] ? Recompute::each_time : Recompute::keep));
+    submodule(module, sites[s].module).setattr(sites[s].attribute, argument_of(recompute_of(choice[s])));
 }
 
 static StepOptions step_options(const PlanOptions& options) {
@@ -53,7 +52,7 @@ static Error not_estimated(const Error& e) {
 struct Planner::Impl {
   // A choice that was measured.
   struct Measured {
-    std::vector<bool> recomputed;
+    Choice choice;
     StepMemory memory;
     double seconds;  // predicted
   };
@@ -72,31 +71,31 @@ struct Planner::Impl {
     if (options.progress) options.progress(text);
   }
   StepModel& model() { return base.model; }
-  StepMemory measure_choice(const std::vector<bool>& recomputed);
-  const Measured& try_choice(const std::vector<bool>& recomputed);
+  StepMemory measure_choice(const Choice& choice);
+  const Measured& try_choice(const Choice& choice);
   template <class Solve>
   std::optional<PlanChoice> timed(Solve solve);
   const Measured* best(int64_t budget) const;
   PlanPoint point(const Measured& m, int64_t budget, double gap) const;
 };
 
-StepMemory Planner::Impl::measure_choice(const std::vector<bool>& recomputed) {
+StepMemory Planner::Impl::measure_choice(const Choice& choice) {
   Journal journal;
-  trial.choose(recomputed);
+  trial.choose(choice);
   return metered(trial.step, options.device, journal);
 }
 
 // Measures a choice once; what it needs beyond what is predicted is noted in the model, each time.
-const Planner::Impl::Measured& Planner::Impl::try_choice(const std::vector<bool>& recomputed) {
-  auto m = std::find_if(measured.begin(), measured.end(),
-                        [&](const Measured& other) { return other.recomputed == recomputed; });
+const Planner::Impl::Measured& Planner::Impl::try_choice(const Choice& choice) {
+  auto m =
+      std::find_if(measured.begin(), measured.end(), [&](const Measured& other) { return other.choice == choice; });
   if (m == measured.end()) {
     say(fmt::format("planning: measuring plan {}", measured.size()));
-    m = measured.insert(m, {recomputed, measure_choice(recomputed), predicted_seconds(model(), recomputed)});
+    m = measured.insert(m, {choice, measure_choice(choice), predicted_seconds(model(), choice)});
   }
   auto& slots = model().slots;
   if (m->memory.slots.size() == slots.size()) {
-    const auto predicted = predicted_bytes(model(), recomputed);
+    const auto predicted = predicted_bytes(model(), choice);
     for (size_t i = 0; i < slots.size(); ++i)
       slots[i].correction += m->memory.slots[i].peak - static_cast<int64_t>(predicted[i]);
   }
@@ -126,9 +125,12 @@ PlanPoint Planner::Impl::point(const Measured& m, int64_t budget, double gap) co
   p.predicted_peak_bytes = m.memory.peak;
   p.predicted_seconds = m.seconds;
   p.kept_bytes = m.memory.kept;
-  for (size_t s = 0; s < m.recomputed.size(); ++s)
-    if (const auto& site = base.model.sites[s]; site.open && m.recomputed[s]) p.recomputed_flops += site.flops;
-  p.again = m.recomputed;
+  for (size_t s = 0; s < m.choice.size(); ++s) {
+    const auto& site = base.model.sites[s];
+    if (site.open && m.choice[s] == Fate::recompute) p.recomputed_flops += site.flops;
+    if (site.open && m.choice[s] == Fate::offload) p.offloaded_bytes += site.bytes;
+  }
+  p.choice = m.choice;
   p.gap = gap;
   return p;
 }
@@ -141,7 +143,8 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
   impl_.reset(
       new Impl{std::move(on_meta), module, inputs, options, TrialStep(module, std::move(sites), inputs, run), {}, {}});
   try {
-    impl_->base = measure(impl_->trial, original_step, {options.device, options.estimate, options.progress});
+    impl_->base = measure(impl_->trial, original_step,
+                          {options.device, options.offload ? options.link : 0, options.estimate, options.progress});
   } catch (const Error& e) {
     if (options.estimate) throw not_estimated(e);
     throw;
@@ -155,15 +158,14 @@ Planner::~Planner() = default;
 PlanPoint Planner::smallest() {
   // From the beginning, so that it ends at the same place whatever was planned before.
   for (auto& slot : impl_->model().slots) slot.correction = 0;
-  std::set<std::vector<bool>> chosen;
-  std::vector<bool> recomputed;
+  std::set<Choice> tried;
+  Choice smallest;
   for (int i = 0; i < 3; ++i) {
     impl_->say("planning: the smallest budget");
-    const auto choice =
-        impl_->timed([&] { return smallest_choice(impl_->model(), recomputed, impl_->options.solver); });
-    if (!choice || !chosen.insert(choice->recomputed).second) break;
-    recomputed = choice->recomputed;
-    impl_->try_choice(recomputed);
+    const auto found = impl_->timed([&] { return smallest_choice(impl_->model(), smallest, impl_->options.solver); });
+    if (!found || !tried.insert(found->choice).second) break;
+    smallest = found->choice;
+    impl_->try_choice(smallest);
   }
   const auto least = std::min_element(impl_->measured.begin(), impl_->measured.end(),
                                       [](auto& a, auto& b) { return a.memory.peak < b.memory.peak; });
@@ -176,14 +178,12 @@ PlanPoint Planner::plan(int64_t budget) {
     impl_->say("planning: solving");
     const double limit = static_cast<double>(budget) - margin;
     const Impl::Measured* known = impl_->best(static_cast<int64_t>(limit));
-    const auto choice = impl_->timed([&] {
-      return fastest_choice(impl_->model(), limit, known ? known->recomputed : std::vector<bool>(),
-                            impl_->options.solver);
-    });
+    const auto choice = impl_->timed(
+        [&] { return fastest_choice(impl_->model(), limit, known ? known->choice : Choice(), impl_->options.solver); });
     if (!choice) break;
     gap = choice->gap;
     const size_t before = impl_->measured.size();
-    const Impl::Measured& m = impl_->try_choice(choice->recomputed);
+    const Impl::Measured& m = impl_->try_choice(choice->choice);
     const auto over = static_cast<double>(m.memory.peak - budget);
     if (over <= 0) break;
     // The same choice again: the corrections did not tell.
@@ -225,12 +225,12 @@ std::vector<PlanPoint> Planner::front(int64_t largest, int count) {
 
 int64_t Planner::batch() const { return batch_of(impl_->inputs); }
 
-Batches Planner::batches(const std::vector<bool>& recomputed, int64_t other) {
+Batches Planner::batches(const Choice& choice, int64_t other) {
   const int64_t given = batch();
   if (other == given) other = 2 * other;
   impl_->say(fmt::format("planning: a batch of {}", other));
   const auto inputs = with_batch(impl_->inputs, other);
-  const StepMemory needed = impl_->measure_choice(recomputed);
+  const StepMemory needed = impl_->measure_choice(choice);
   TrainingStep step(impl_->module, inputs, step_options(impl_->options));
   step.run();
   Journal journal;

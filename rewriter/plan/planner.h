@@ -44,7 +44,7 @@ class Planner {
   // The peak of a step under a choice at other batch sizes, which is dimension 0 of every tensor in the input that has
   // the first one's. From steps with the input and with a batch of `other`. Throws Error(ErrorKind::input) where the
   // model does not take other batch sizes.
-  Batches batches(const std::vector<bool>& recomputed, int64_t other);
+  Batches batches(const Choice& choice, int64_t other);
   int64_t batch() const;  // of the input; throws Error(ErrorKind::input) where there is none
 
   struct Original {
@@ -62,6 +62,6 @@ class Planner {
 };
 
 // Writes a choice into the attributes of its sites.
-void set_choice(const torch::jit::Module& module, const std::vector<Site>& sites, const std::vector<bool>& recomputed);
+void set_choice(const torch::jit::Module& module, const std::vector<Site>& sites, const Choice& choice);
 
 }  // namespace tsmem

@@ -36,6 +36,7 @@ json point_json(const PlanPoint& p) {
           {"predicted_seconds", p.predicted_seconds},
           {"kept_bytes", p.kept_bytes},
           {"recomputed_flops", p.recomputed_flops},
+          {"offloaded_bytes", p.offloaded_bytes},
           {"gap", p.gap}};
 }
 
@@ -65,15 +66,20 @@ json to_json(const Saved& saved) {
 }
 
 json to_json(const ChosenPlan& plan) {
-  json again = json::array();
-  for (const auto& op : plan.run_again) again.push_back({{"module", op.module}, {"op", op.op}});
+  const auto ops_json = [](const std::vector<ChosenPlan::Op>& ops) {
+    json all = json::array();
+    for (const auto& op : ops) all.push_back({{"module", op.module}, {"op", op.op}});
+    return all;
+  };
   const PlanPoint& p = plan.point;
   json all = {{"budget", p.budget},
               {"peak_bytes", p.predicted_peak_bytes},
               {"seconds", p.predicted_seconds},
               {"kept_bytes", p.kept_bytes},
               {"recomputed_flops", p.recomputed_flops},
-              {"run_again", again},
+              {"run_again", ops_json(plan.run_again)},
+              {"offloaded", ops_json(plan.offloaded)},
+              {"offloaded_bytes", p.offloaded_bytes},
               {"original_peak_bytes", plan.original.peak_bytes},
               {"original_seconds", plan.original.seconds},
               {"solver", plan.solver},

@@ -17,6 +17,7 @@
 #include "rewriter/measure/estimate.h"
 #include "rewriter/measure/freed_memory.h"
 #include "rewriter/measure/inputs.h"
+#include "rewriter/measure/link.h"
 #include "rewriter/measure/saved_tensors_of_step.h"
 #include "rewriter/plan/fit.h"
 #include "rewriter/plan/milp.h"
@@ -81,6 +82,7 @@ struct Session::Impl {
   std::optional<Module> original;  // that has run, or may: on `original_device`
   std::string original_device;
   std::unique_ptr<PendingModel> pending;
+  std::optional<SimulatedLink> link;  // of a plan that offloads, on the CPU: also while its numbers are verified
 
   Module again(const std::string& device) const {
     return source ? copy_in_memory(*source, device) : load_model(path, device).module;
@@ -143,6 +145,8 @@ struct Session::Impl {
   };
   Planned planned(const std::vector<c10::IValue>& inputs, PlanOptions how) {
     how.device = how.estimate ? "meta" : how.device;
+    if (how.offload && how.link <= 0) how.link = measured_link(how.device);
+    if (how.offload && (how.device == "cpu" || how.device == "meta")) link.emplace(how.link);
     options.level = Level::plan;
     tsmem::restore(file.module);
     Planned p{tsmem::rewrite(file.module, options), nullptr};
@@ -219,14 +223,16 @@ PlannedRewrite Session::plan(RewriteOptions options, const std::vector<c10::IVal
   plan.point = request.budget.empty() ? planner->smallest()
                                       : planner->plan(parse_size(request.budget, "budget", plan.original.peak_bytes));
   for (size_t s = 0; s < report.sites.size(); ++s)
-    if (const Site& site = report.sites[s]; site.expensive && plan.point.again[s])
+    if (const Site& site = report.sites[s]; plan.point.choice[s] == Fate::offload)
+      plan.offloaded.push_back({site.module, site.op});
+    else if (site.expensive && plan.point.choice[s] == Fate::recompute)
       plan.run_again.push_back({site.module, site.op});
   plan.solver = solver_name();
   plan.solve_seconds = planner->solve_seconds();
   if (!request.fit.empty() || !request.batch_sizes.empty())
     plan.batches = batch_memory(*planner, plan.point, impl_->file.module, inputs, request);
   planner.reset();  // puts the module's state back
-  set_choice(impl_->file.module, report.sites, plan.point.again);
+  set_choice(impl_->file.module, report.sites, plan.point.choice);
   impl_->describe(report, &plan);
   return {std::move(report), std::move(plan)};
 }

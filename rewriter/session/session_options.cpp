@@ -71,6 +71,7 @@ static std::string with_advice(const Error& e) {
   std::string text = e.what();
   const std::string advice = e.option == "ops"        ? "load the library that defines it with torch.ops.load_library"
                              : e.option == "estimate" ? "leave estimate out"
+                             : e.option == "link"     ? "link='25GB', for example"
                                                       : "";
   if (advice.empty()) return text;
   while (text.ends_with('.')) text.pop_back();
@@ -137,6 +138,11 @@ PlanOptions planning(Options& o, const Run& run) {
   how.seed = run.seed;
   how.estimate = o.get<bool>("estimate");
   how.solver.seconds = o.get<double>("solve_seconds");
+  how.offload = o.get<bool>("offload");
+  if (const auto link = o.size("link"); !link.empty()) {
+    if (!how.offload) throw Error(ErrorKind::request, "link is for offload: give offload=True too.");
+    how.link = static_cast<double>(parse_size(link, "link", 0));
+  }
   return how;
 }
 
