@@ -56,7 +56,7 @@ struct Region {
 // An output that a plan may keep or recompute.
 struct Site {
   std::string module;     // path of the instance
-  std::string attribute;  // its attribute, an integer: recomputed where it is positive
+  std::string attribute;  // its attribute, an integer: -1 kept, 1 and 2 recomputed, 4 offloaded
   std::string op;
   bool expensive;  // a convolution, linear layer, product of matrices or attention
 };

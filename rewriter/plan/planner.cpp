@@ -49,6 +49,11 @@ static Error not_estimated(const Error& e) {
                "estimate");
 }
 
+static StepModel without_link(StepModel model) {
+  for (auto& site : model.sites) site.link_seconds = 0;
+  return model;
+}
+
 struct Planner::Impl {
   // A choice that was measured.
   struct Measured {
@@ -73,6 +78,7 @@ struct Planner::Impl {
   StepModel& model() { return base.model; }
   StepMemory measure_choice(const Choice& choice);
   const Measured& try_choice(const Choice& choice);
+  Choice try_smallest(bool offload, Choice smallest);
   template <class Solve>
   std::optional<PlanChoice> timed(Solve solve);
   const Measured* best(int64_t budget) const;
@@ -155,18 +161,26 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
 
 Planner::~Planner() = default;
 
+// The choice with the smallest peak, of a few that were measured one after the other.
+Choice Planner::Impl::try_smallest(bool offload, Choice smallest) {
+  std::set<Choice> tried;
+  for (int i = 0; i < 3; ++i) {
+    say("planning: the smallest budget");
+    const auto found =
+        timed([&] { return smallest_choice(offload ? model() : without_link(model()), smallest, options.solver); });
+    if (!found || !tried.insert(found->choice).second) break;
+    smallest = found->choice;
+    try_choice(smallest);
+  }
+  return smallest;
+}
+
 PlanPoint Planner::smallest() {
   // From the beginning, so that it ends at the same place whatever was planned before.
   for (auto& slot : impl_->model().slots) slot.correction = 0;
-  std::set<Choice> tried;
-  Choice smallest;
-  for (int i = 0; i < 3; ++i) {
-    impl_->say("planning: the smallest budget");
-    const auto found = impl_->timed([&] { return smallest_choice(impl_->model(), smallest, impl_->options.solver); });
-    if (!found || !tried.insert(found->choice).second) break;
-    smallest = found->choice;
-    impl_->try_choice(smallest);
-  }
+  // Without the link first: with it there are far more choices, and the solver comes less far.
+  Choice smallest = impl_->try_smallest(false, {});
+  if (impl_->model().link > 0) impl_->try_smallest(true, std::move(smallest));
   const auto least = std::min_element(impl_->measured.begin(), impl_->measured.end(),
                                       [](auto& a, auto& b) { return a.memory.peak < b.memory.peak; });
   return impl_->point(*least, least->memory.peak, 0);
