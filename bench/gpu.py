@@ -35,7 +35,7 @@ def load_ops():
 
 
 def prepare(a):
-    """For each model the scripted original and two rewritten ones. Parameters become views of one zero: the files hold code alone."""
+    """For each model the scripted original and three rewritten ones. Parameters become views of one zero: the files hold code alone."""
     import models
 
     tool = os.environ.get("TSMEM_BIN", str(ROOT / "build" / "bin" / "tsmem"))
@@ -43,12 +43,17 @@ def prepare(a):
         sys.exit(f"The tool '{tool}' is missing: set TSMEM_BIN to a tsmem program, or run 'make build'.")
     load_ops()
     MODELS.mkdir(parents=True, exist_ok=True)
-    for name, (fixture, _, _) in TABLE.items():
+    for name, (fixture, size, batch) in TABLE.items():
         original, _ = models.cached(fixture)
         files = {"pytorch": original}
         for level in ("ops", "regions"):
             files[level] = MODELS / f"{name}.{level}.full.pt"
             subprocess.run([tool, "rewrite", str(original), "-o", str(files[level]), "--force", "--quiet", "--level", level], check=True, stdout=subprocess.DEVNULL)
+        # By shapes and a guess of the link's speed beside this estimate's: which outputs are worth it is to be seen on the device.
+        files["offload"] = MODELS / f"{name}.offload.full.pt"
+        shape = "x".join(map(str, (batch, *size)))
+        plan = ["--budget", "50%", "--input", shape, "--estimate", "--offload", "--link", "40MB"]
+        subprocess.run([tool, "rewrite", str(original), "-o", str(files["offload"]), "--force", "--quiet", *plan], check=True, stdout=subprocess.DEVNULL)
         for kind, path in files.items():
             m = torch.jit.load(str(path))
             for p in m.parameters():
@@ -286,6 +291,7 @@ def variants(name):
     yield "pytorch", lambda: load(name, "pytorch")
     yield "tsmem ops", lambda: load(name, "ops")
     yield "tsmem", lambda: load(name, "regions")
+    yield "offload", lambda: load(name, "offload")
     yield "checkpoint", lambda: Checkpointed(eager(name))
 
     def compiled(budget):

@@ -75,7 +75,9 @@ Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const std::
   if (itself) return {Why::own, fmt::format("{} needs it for its own backward", k.keeper)};
   if (traits_of(k.op).expensive)
     return {Why::expensive,
-            fmt::format("{} needs it, and {} is too expensive to run again without a budget", k.keeper, k.op)};
+            options.level == Level::plan
+                ? fmt::format("{} needs it, and by this plan it is kept", k.keeper)
+                : fmt::format("{} needs it, and {} is too expensive to run again without a budget", k.keeper, k.op)};
   if (!is_ours(k.op) || offers_recompute(k.op) == Offers::nothing)
     return {Why::not_offered, fmt::format("{} needs it, and {} can't be run again in backward", k.keeper, k.op)};
   if (options.level == Level::ops)

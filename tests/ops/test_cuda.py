@@ -561,3 +561,82 @@ def test_more_than_two_to_the_31_elements():
         assert grad[-1].float().sum() == z[-1].numel()
         del x, z, grad
         torch.cuda.empty_cache()
+
+
+# --- Outputs that wait in the host's memory
+
+
+@pytest.fixture
+def link():
+    """The CPU needs a simulated one."""
+    torch.ops.tsmem._simulate_link(0 if CUDA else 1e15)
+    yield
+    torch.ops.tsmem._simulate_link(0)
+
+
+def convolutions(x, weights, recompute):
+    for w in weights:
+        x = torch.ops.tsmem.conv2d(x, w, None, [1, 1], [1, 1], recompute=recompute)
+    return x
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", (False, True))
+def test_offloaded_outputs_come_back_as_they_were(dtype, last):
+    """Several passes, so that memory and streams are used again."""
+    x, weights = draw((8, 16, 56, 56), dtype, last), [(draw((16, 16, 3, 3), dtype, seed=i, shift=0.0) / 32).requires_grad_() for i in range(8)]
+    want = torch.autograd.grad(convolutions(x, weights, -1).float().square().mean(), weights)
+    for _ in range(5):
+        for a, b in zip(torch.autograd.grad(convolutions(x, weights, 4).float().square().mean(), weights), want):
+            assert torch.equal(a, b)
+
+
+@only_cuda
+def test_offloaded_outputs_leave_the_device():
+    x, weights = draw((8, 16, 112, 112), torch.float32), [(draw((16, 16, 3, 3), torch.float32, seed=i) / 16).requires_grad_() for i in range(12)]
+
+    def kept(recompute):
+        out = convolutions(x, weights, recompute)
+        bytes_kept = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out.sum().backward()
+        return bytes_kept, torch.cuda.max_memory_allocated()
+
+    kept(-1)
+    before = torch.cuda.memory_allocated()
+    (all_kept, all_peak), (some_kept, some_peak) = kept(-1), kept(4)
+    assert some_kept - before <= 4 * x.nbytes < 11 * x.nbytes <= all_kept - before
+    assert some_peak < all_peak - 4 * x.nbytes
+
+
+@only_cuda
+def test_offloaded_outputs_on_another_stream():
+    x, weights = draw((8, 16, 56, 56), torch.float32), [(draw((16, 16, 3, 3), torch.float32, seed=i) / 16).requires_grad_() for i in range(8)]
+    want = torch.autograd.grad(convolutions(x, weights, -1).square().sum(), weights)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            found = torch.autograd.grad(convolutions(x, weights, 4).square().sum(), weights)
+            busy = torch.randn(64, 1024, 1024, device=DEVICE).sin_()  # noqa: F841  takes what was freed
+        torch.cuda.current_stream().wait_stream(stream)
+        for a, b in zip(found, want):
+            assert torch.equal(a, b)
+
+
+@only_cuda
+def test_nothing_is_offloaded_while_a_graph_is_captured():
+    x, weights = draw((4, 16, 28, 28), torch.float32), [(draw((16, 16, 3, 3), torch.float32, seed=i) / 16).requires_grad_() for i in range(3)]
+    want = torch.autograd.grad(convolutions(x, weights, -1).square().sum(), weights)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(convolutions(x, weights, 4).square().sum(), weights)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(convolutions(x, weights, 4).square().sum(), weights)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, want):
+        assert torch.equal(a, b)
