@@ -906,8 +906,35 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("program", [DDP, FSDP], ids=["DistributedDataParallel", "fully_shard"])
-def test_data_parallel(program):
+TENSOR_PARALLEL = """
+import os, sys, copy, logging, torch, torch.nn as nn, torch.distributed as dist, tsmem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")
+dist.init_process_group("gloo")
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("tsmem").addHandler(handler)
+torch.manual_seed(0)
+x, net = torch.randn(16, 8, dtype=torch.float64), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
+def step(model, f):
+    y = f(x)
+    y.square().mean().backward()
+    return [y.detach()] + [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+want = step(net, net)
+net.zero_grad()
+parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+for a, b in zip(step(net, torch.compile(net, backend="tsmem")), want):
+    torch.testing.assert_close(a, b)
+assert any("runs as it is: it works on DTensor, which wraps other tensors" in s for s in said), said
+print("equal")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("program", [DDP, FSDP, TENSOR_PARALLEL], ids=["DistributedDataParallel", "fully_shard", "DTensor"])
+def test_two_processes(program):
     import socket
 
     with socket.socket() as free:

@@ -16,6 +16,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._error import Error
 from ._graph import DATA, State, build, describe, memory_of
@@ -390,7 +391,10 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             if isinstance(error, Error) and error.kind in ("request", "budget"):
                 raise
             failed = error
-            said.append(f"runs as it is: {_sentence(error)}")
+            # Tracing tensors that wrap others (DTensor) ends in any error of theirs.
+            wraps = sorted({type(e).__name__ for e in examples if is_traceable_wrapper_subclass(e)})
+            why = f"it works on {' and '.join(wraps)}, which wraps other tensors" if wraps and not isinstance(error, Error) else _sentence(error)
+            said.append(f"runs as it is: {why}")
             continue
         said.append(_said(new.report))
         if name is None:
