@@ -21,6 +21,7 @@ enum class ActKind : int32_t {
   elu,
   softplus,
   mish,
+  hardsigmoid_eager,
 };
 
 // An activation with its arguments, as many as its row says.

@@ -127,7 +127,7 @@ struct LeakyRelu : OneBit {  // a: slope below 0
 struct Hardsigmoid : OneBit {
   static constexpr ActKind kind = ActKind::hardsigmoid;
   static constexpr const char* name = "hardsigmoid";
-  // Exactly rounded in float64 too, as TorchScript's own derivative; eager mode's constant is a float32 there.
+  // Exactly rounded in float64 too, as in TorchScript's own derivative.
   static constexpr double slope = 1.0 / 6.0;
   template <class M, class A>
   TSMEM_FORMULA A forward(A x, ActNumbers<A>) {
@@ -138,6 +138,14 @@ struct Hardsigmoid : OneBit {
   TSMEM_FORMULA bool upper(A x, ActNumbers<A>) {
     return (x > A(-3)) & (x < A(3));
   }
+};
+
+// In eager mode, whose constant is a float32 in float64 too (ATen/native/cpu/Activation.cpp).
+struct HardsigmoidEager : Hardsigmoid {
+  static constexpr ActKind kind = ActKind::hardsigmoid_eager;
+  static constexpr const char* name = "hardsigmoid_eager";
+  static constexpr const char* operator_name = "hardsigmoid";
+  static constexpr double slope = 1.0f / 6.0f;
 };
 
 struct Silu : Row {
@@ -244,8 +252,15 @@ struct Elu : Row {  // a: alpha, b: scale, c: scale of the input
   }
   template <class M, class A>
   TSMEM_FORMULA A backward(A x, A g, ActNumbers<A> p) {
-    const A lower = g * p.c * (p.a * p.b) * M::exp_of(x * p.c), upper = g * p.b;
+    const A c = scale_in_backward(p);
+    const A lower = g * c * (p.a * p.b) * M::exp_of(x * c), upper = g * p.b;
     return x <= A(0) ? lower : upper;
+  }
+  // Where it is celu, PyTorch's gradient rounds alpha to float32 (derivatives.yaml), and its forward does not.
+  template <class A>
+  TSMEM_FORMULA A scale_in_backward(ActNumbers<A> p) {
+    const bool celu = (p.b == A(1)) & (p.c == A(1) / p.a);
+    return celu ? A(1) / static_cast<A>(static_cast<float>(p.a)) : p.c;
   }
 };
 
@@ -290,7 +305,7 @@ struct ActRows {};
 // In the order of ActKind.
 using ActTable = ActRows<acts::Identity, acts::Relu, acts::Hardtanh, acts::Threshold, acts::LeakyRelu,
                          acts::Hardsigmoid, acts::Silu, acts::Hardswish, acts::Gelu, acts::GeluTanh, acts::Sigmoid,
-                         acts::Tanh, acts::Elu, acts::Softplus, acts::Mish>;
+                         acts::Tanh, acts::Elu, acts::Softplus, acts::Mish, acts::HardsigmoidEager>;
 
 // Calls f with the row of a kind.
 template <class F, class... Row>

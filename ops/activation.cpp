@@ -73,7 +73,9 @@ at::Tensor aten_act_backward(const at::Tensor& grad, const at::Tensor& x, const 
   if (const char* approximate = info_of(act.kind).approximate; approximate && own.defined())
     return at::gelu_backward_out(own, grad, x, approximate);
   // The one whose derivative may also be taken from the output.
-  if (act.kind == ActKind::elu) return at::elu_backward(grad, act.a, act.b, act.c, /*is_result=*/false, x);
+  if (act.kind == ActKind::elu)
+    return at::elu_backward(grad, act.a, act.b, acts::Elu::scale_in_backward(numbers_of<double>(act)),
+                            /*is_result=*/false, x);
   at::Tensor out;
   with_row(act.kind, [&](auto row) {
     if constexpr (row.saves == ActSaves::input) out = call_operator<decltype(row)>("_backward", act, grad, x);

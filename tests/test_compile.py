@@ -841,6 +841,24 @@ def test_a_transform_of_torch_func_stays_eager(caplog):
         torch.testing.assert_close(torch.compile(f, backend="tsmem")(x), x.cos())
 
 
+@pytest.mark.parametrize("act", (nn.Hardsigmoid(), nn.Hardsigmoid(inplace=True), nn.CELU(0.7), nn.LeakyReLU(0.013), nn.SELU(), nn.Hardswish()), ids=str)
+def test_constants_of_activations_are_eager_modes(act):
+    """In float64 PyTorch's own are float32 in some gradients, and other ones in TorchScript."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 4, 1)).double()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+
+    def step(f):
+        net.zero_grad()
+        out = f(x)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in net.parameters())]
+
+    want, compiled = step(net), torch.compile(net, backend="tsmem", options={"strict": True})
+    for _ in range(3):
+        for a, b in zip(step(compiled), want):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 DDP = """
 import os, sys, copy, torch, torch.nn as nn, torch.distributed as dist, tsmem
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")

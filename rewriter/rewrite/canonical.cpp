@@ -31,7 +31,7 @@ const std::unordered_map<std::string, KnownActivation>& activations() {
     };
     for (const ActInfo& info : kActivations)
       if (info.operator_name && !info.approximate)
-        spellings[info.operator_name] = {info.name, {}, static_cast<size_t>(info.arguments)};
+        spellings.try_emplace(info.operator_name, KnownActivation{info.name, {}, static_cast<size_t>(info.arguments)});
     return spellings;
   }();
   return table;
@@ -52,11 +52,11 @@ void describe_activation(Node* n, const std::string& base, CanonicalOp& op) {
       op.act = approximate->toStringRef() == "tanh" ? "gelu_tanh" : "gelu";
     return;
   }
-  if (base == "celu") {  // at::celu: elu(x, alpha, 1, 1 / alpha), where it rounds alpha to float32
+  if (base == "celu") {  // at::celu: elu(x, alpha, 1, 1 / alpha)
     op.act = "elu";
     auto alpha = number(n->input(1));
     if (alpha && *alpha != 0)
-      op.act_args = {*alpha, 1, 1 / static_cast<double>(static_cast<float>(*alpha))};
+      op.act_args = {*alpha, 1, 1 / *alpha};
     else
       op.trouble = "alpha of celu is not a constant";
     return;

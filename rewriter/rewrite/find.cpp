@@ -182,7 +182,11 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (const Node* n : view.unused)
     if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   result.matched = find_matches(view, selection.patterns, attributes);
-  if (selection.options.runs_eagerly) return result;
+  if (selection.options.runs_eagerly) {
+    for (FoundMatch& found : result.matched.found)
+      if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
+    return result;
+  }
   std::map<std::pair<const Scope*, Node*>, bool> drawing;
   if (selection.checkpointed.empty()) {
     drawing = drawing_dropouts(view);

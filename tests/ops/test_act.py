@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from op_checks import DTYPES, assert_equal, calls, channels_last, hardsigmoid, live_bytes, run, saved
 
 pytestmark = pytest.mark.usefixtures("ops")
@@ -13,6 +14,7 @@ ONE_BIT = {
     "threshold": ([0.1, 0.3], lambda x: A.threshold(x, 0.1, 0.3)),
     "leaky_relu": ([0.1], lambda x: A.leaky_relu(x, 0.1)),
     "hardsigmoid": ([], hardsigmoid),
+    "hardsigmoid_eager": ([], A.hardsigmoid),
 }
 ONE_TENSOR = {
     "silu": ([], A.silu), "hardswish": ([], A.hardswish), "gelu": ([], A.gelu),
@@ -20,6 +22,15 @@ ONE_TENSOR = {
     "elu": ([1.5, 1.0, 1.0], lambda x: A.elu(x, 1.5)), "softplus": ([2.0, 20.0], lambda x: A.softplus(x, 2, 20)), "mish": ([], A.mish),
 }
 ALL = ONE_BIT | ONE_TENSOR
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize("alpha", (0.7, 0.5, 1.0, 1.3))
+def test_celu_has_one_alpha_in_forward_and_another_in_backward(ops, dtype, alpha):
+    """PyTorch's gradient rounds it to float32."""
+    x = torch.linspace(-6, 3, 1000, dtype=dtype, requires_grad=True)
+    for a, b in zip(run(lambda x: ops.act(x, "elu", [alpha, 1.0, 1 / alpha]), x), run(lambda x: F.celu(x, alpha), x)):
+        torch.testing.assert_close(a, b, rtol=1e-14 if dtype == torch.float64 else 1e-6, atol=0)
 
 
 def ours(name):

@@ -13,7 +13,7 @@ from test_norm import ACTS, ONE_BIT
 from torch._prims_common import suggest_memory_format
 
 KINDS = ["identity", "relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid", "silu", "hardswish", "gelu", "gelu_tanh",
-         "sigmoid", "tanh", "elu", "softplus", "mish"]  # fmt: skip
+         "sigmoid", "tanh", "elu", "softplus", "mish", "hardsigmoid_eager"]  # fmt: skip
 # One value a row, one channel, whole octets and not, odd planes, more channels than a block has, one image.
 SHAPES = [(4, 16, 7, 7), (3, 5, 6, 5), (2, 33, 3, 1), (70, 8), (2, 1, 9, 13), (2, 3, 31), (3, 24, 1, 1), (1, 4, 2, 19, 5), (2, 70, 2, 2), (3, 1000),
           (5, 24, 8, 6), (2, 264, 4, 4)]

@@ -29,8 +29,9 @@ ACTS = {
     "elu": ([1.2, 1.1, 0.9], lambda x: torch.ops.aten.elu(x, 1.2, 1.1, 0.9)),
     "softplus": ([1.3, 5.0], lambda x: F.softplus(x, 1.3, 5.0)),
     "mish": ([], F.mish),
+    "hardsigmoid_eager": ([], F.hardsigmoid),
 }
-ONE_BIT = ["relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid"]
+ONE_BIT = ["relu", "hardtanh", "threshold", "leaky_relu", "hardsigmoid", "hardsigmoid_eager"]
 CONTIGUOUS, LAST, LAST_3D = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 # Odd sizes, rows shorter and longer than a chunk, one channel, one value a row, more channels than a period.
 SHAPES = [
