@@ -256,7 +256,7 @@ struct Elu : Row {  // a: alpha, b: scale, c: scale of the input
     const A lower = g * c * (p.a * p.b) * M::exp_of(x * c), upper = g * p.b;
     return x <= A(0) ? lower : upper;
   }
-  // Where it is celu, PyTorch's gradient rounds alpha to float32 (derivatives.yaml), and its forward does not.
+  // Of celu, PyTorch's gradient rounds alpha to float32 (derivatives.yaml), and its forward does not.
   template <class A>
   TSMEM_FORMULA A scale_in_backward(ActNumbers<A> p) {
     const bool celu = (p.b == A(1)) & (p.c == A(1) / p.a);
@@ -376,6 +376,10 @@ static_assert(ActInfos<ActTable>::in_order());
 inline constexpr auto& kActivations = ActInfos<ActTable>::values;
 
 constexpr const ActInfo& info_of(ActKind kind) { return kActivations[static_cast<size_t>(kind)]; }
+// Whether it is celu, and PyTorch's gradient of that has another alpha than its forward.
+inline bool is_celu(const Act& act) {
+  return act.kind == ActKind::elu && act.b == 1 && act.c == 1 / act.a && static_cast<float>(act.a) != act.a;
+}
 // True where the derivative is a function of one bit an element: 0 or a constant.
 constexpr bool one_bit(ActKind kind) { return info_of(kind).saves == ActSaves::bit; }
 

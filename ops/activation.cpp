@@ -57,6 +57,7 @@ at::Tensor call_operator(const char* ending, const Act& act, const First&... fir
 }  // namespace
 
 at::Tensor aten_act(const at::Tensor& input, const Act& act) {
+  if (is_celu(act)) return at::celu(input, act.a);
   at::Tensor out;
   with_row(act.kind, [&](auto row) {
     const at::Tensor x = row.scripted_in_float ? as_scripted(input) : input;
