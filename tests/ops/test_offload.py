@@ -97,6 +97,7 @@ def test_what_is_live():
         del out
         return sum(bytes for _, bytes in allocator._allocations(profile)) / x.nbytes
 
+    at_end(KEEP)  # the profiler's first run may miss the first of it
     assert at_end(KEEP) == pytest.approx(8, abs=0.1)
     assert at_end(OFFLOAD) == pytest.approx(2, abs=0.1)
     ops._simulate_link(0)
