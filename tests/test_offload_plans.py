@@ -11,14 +11,7 @@ from command_line import fails, run
 
 SHAPE = "2x3x48x48"
 LINK = ["--offload", "--link", "100GB"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the tool runs here
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,7 @@ IMAGE = "2x3x64x64"
 INPUT = ["--input", IMAGE]
 PLAN = {"budget", "predicted_peak_bytes", "predicted_seconds", "kept_bytes", "recomputed_flops"}
 PREDICTED = {"budget", "peak_bytes", "seconds", "kept_bytes", "recomputed_flops"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the tool runs here: some kernels have a buffer for every thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the tool runs here: some kernels have a buffer for every thread
 
 
 class Branches(torch.nn.Module):
