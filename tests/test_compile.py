@@ -402,9 +402,74 @@ def test_a_budget_with_dynamic_shapes(dynamic):
     check(Net(), [SMALL, torch.randn(5, 3, 12, 12)], budget="115%", dynamic=dynamic)
 
 
-def test_a_budget_with_a_checkpoint_inside_is_refused():
-    with pytest.raises(Exception, match="a budget is for a graph as a whole"):
-        compiled(Checkpoint(), budget="115%", strict=False)(SMALL)
+@pytest.mark.parametrize("model", [NoGrad, AutocastInside, Checkpoint, OwnFunction], ids=lambda m: m.__name__)
+def test_a_budget_with_borders_inside(model, caplog):
+    """Each part of the graph has the budget for itself, and is planned when its first values are there."""
+    tolerance = {"tolerance": 0.05, "dtype": torch.float32} if model is AutocastInside else {}
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(model(), budget="115%", **tolerance)
+    assert "planned at its first call" in caplog.text and "as it is" not in caplog.text
+
+
+class RotaryChain(nn.Module):
+    """As the decoders of transformers: positions without gradients and autocast, all else behind them."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4))
+
+    def forward(self, x):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            angles = torch.arange(x.shape[-1], dtype=x.dtype).cos()
+        for layer in self.layers:
+            x = x * angles + layer(x)
+        return x
+
+
+def test_a_budget_behind_borders_is_kept():
+    model, x = RotaryChain(), torch.randn(8, 64, 64)
+    allocator.keep_freed_memory()
+    allocator.prepare(model)
+    peaks = [allocator.memory(f, [x], warmup=2).peak for f in (model, compiled(model, budget="65%"))]
+    assert peaks[1] <= 0.66 * peaks[0]
+    check(RotaryChain(), [x], budget="65%")
+
+
+def test_a_budget_behind_borders_that_is_too_small():
+    with pytest.raises(Exception, match="smallest possible budget"):
+        compiled(RotaryChain(), budget="1KiB", strict=False)(torch.randn(8, 64, 64))
+
+
+class Region(Net):
+    """Compiled once for both calls, and with a checkpoint inside."""
+
+    @torch.compiler.nested_compile_region
+    def region(self, x):
+        return self.b[1](checkpoint(self.b[0], x, use_reentrant=False)).relu()
+
+    def forward(self, x):
+        return self.end(self.region(self.region(self.a(x))))
+
+
+class BareRegion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+
+    @torch.compiler.nested_compile_region
+    def region(self, x):
+        return F.silu(F.group_norm(x, 2)), x.mean()
+
+    def forward(self, x):
+        y, mean = self.region(self.first(x))
+        return self.last(y) + mean
+
+
+@pytest.mark.parametrize("model, found", [(Region, "| 1 bn-act |"), (BareRegion, "smooth-activation")], ids=["checkpoint", "bare"])
+def test_regions_are_rewritten(model, found, caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(model())
+    assert found in caplog.text and "as it is" not in caplog.text
 
 
 def test_no_grad_and_inference_calls():

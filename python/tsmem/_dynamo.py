@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._error import Error
 from ._graph import DATA, State, build, describe, memory_of
+from ._regions import put_back_regions
 from ._session import call_library, read_report, split_options
 from ._writes import Writes, memory, name_of
 
@@ -27,7 +28,9 @@ log = logging.getLogger("tsmem")
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _INFERENCE = (torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode)
-_UNPLANNED = "without a plan"
+_PLANS = {"budget", "fit"}  # options that ask for a plan,
+_OF_PLANS = _PLANS | {"estimate", "solve_seconds", "offload", "link"}  # and those that say how to make it
+_ASKED_FOR = ("request", "budget")  # errors that the caller's options are to blame for
 _NAME = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]*)['"]\]|\[['"]([^'"]*)['"]\]|\[(\d+)\]|\.(\w+)""")
 
 
@@ -291,49 +294,70 @@ class _Rewritten(torch.nn.Module):
         self.options, self.strict = options, strict
         self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
-        examples = [None if k is None else k.example for k in self.known]
-        sharing = _sharing(examples, self.state_at)
-        self.graphs[sharing], self.report = self.rewritten(examples, sharing)
+        self.said = "is planned at its first call"
+        self.fell_short = False  # of a plan that was asked for, or to be rewritten at all
+        # A plan runs the graph, on values that a part of a graph has from its first call on.
+        if not (_PLANS & options.keys() and None in self.known):
+            examples = [None if k is None else k.example for k in self.known]
+            sharing = _sharing(examples, self.state_at)
+            self.graphs[sharing] = self.rewritten(examples, sharing)
 
-    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Tuple[Callable[..., Any], Dict[str, Any]]:
+    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
         shared = [number >= 0 for number in sharing]
         state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
-        examples = None
-        if {"budget", "fit"} & self.options.keys():
-            examples = tuple(v for v, s in zip(values, shared) if not s)
         tensors = [t for _, t in state.values()]
-        with _no_hooks():
-            report = read_report(call_library("rewrite_graph", json.dumps(description), tensors, examples, split_options(self.options)[1]))
-        new = report.pop("graph_module")
+        examples = tuple(v for v, s in zip(values, shared) if not s)
+
+        def report(examples: Any, options: Dict[str, Any]) -> Dict[str, Any]:
+            with _no_hooks():
+                return read_report(call_library("rewrite_graph", json.dumps(description), tensors, examples, split_options(options)[1]))
+
+        without = ""
+        try:
+            made = report(examples if _PLANS & self.options.keys() else None, self.options)
+        except Error as error:
+            # Beside a graph break or a border may lie a graph of a few bytes.
+            if error.about != "budget" or self.strict:
+                raise
+            without = f"without a plan: {_sentence(error)}"
+            made = report(None, {name: value for name, value in self.options.items() if name not in _OF_PLANS})
+        self.said, self.fell_short = " | ".join(filter(None, (without, _found(made)))), bool(without)
+        new = made.pop("graph_module")
         new["original"] = description["graph"]
-        return build(new, self.aten).forward, report
+        return build(new, self.aten).forward
 
     def forward(self, *values: Any) -> Any:
         sharing = _sharing(values, self.state_at)
         run = self.graphs.get(sharing)
         if run is None:
-            run = self.graphs[sharing] = self.rewritten_again(values, sharing)
+            run = self.graphs[sharing] = self.rewritten_at_a_call(values, sharing)
         return run(*values)
 
-    def rewritten_again(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
-        why = "tsmem: parameters or buffers share memory otherwise than before, so their graph"
+    def rewritten_at_a_call(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
+        why = "parameters or buffers share memory otherwise than before" if self.graphs else "planned at its first call"
+        run = self.aten.forward
         try:
-            run = self.rewritten(values, sharing)[0]
+            run = self.rewritten(values, sharing)
         except Exception as error:  # noqa: BLE001  (it runs as it did)
             if self.strict:
                 raise Error(f"a graph can't be rewritten: {_sentence(error)}", getattr(error, "kind", "input")) from error
-            log.warning("%s runs as it is: %s", why, _sentence(error))
-            return self.aten.forward
-        log.info("%s is rewritten again", why)
+            if not self.graphs and isinstance(error, Error) and error.kind in _ASKED_FOR:
+                raise
+            self.said, self.fell_short = f"runs as it is: {_sentence(error)}", True
+        log.log(_level(self.fell_short), "tsmem: graph of %d operators, %s: %s", len(_inner(self.aten)), why, self.said)
         return run
+
+
+def _level(fell_short: bool) -> int:
+    return logging.WARNING if fell_short else logging.INFO
 
 
 def _sentence(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _said(report: Dict[str, Any]) -> str:
+def _found(report: Dict[str, Any]) -> str:
     matches = report["matches"]
     kinds: Dict[str, int] = {}
     for match in matches:
@@ -342,18 +366,6 @@ def _said(report: Dict[str, Any]) -> str:
     reasons = sorted({f"{r['pattern']}: {r['reason']}" for r in report.get("refused", [])})
     left = f"; left as it is: {'; '.join(reasons[:3])}{f' and {len(reasons) - 3} more' if len(reasons) > 3 else ''}" if reasons else ""
     return f"{found}{left}"
-
-
-def _planned(child: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, strict: bool, options: Dict[str, Any], said: List[str]) -> _Rewritten:
-    """The graph rewritten; where a budget is asked for and no plan would save anything (beside a graph break may lie a graph of a few bytes): without one."""
-    try:
-        return _Rewritten(child, inputs, casts_stay, strict, options)
-    except Error as error:
-        if error.about != "budget" or strict:
-            raise
-        said.append(f"{_UNPLANNED}: {_sentence(error)}")
-        plain = {name: value for name, value in options.items() if name not in ("budget", "fit", "estimate", "solve_seconds", "offload", "link")}
-        return _Rewritten(child, inputs, casts_stay, strict, plain)
 
 
 def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -370,25 +382,25 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         raise Error(f"torch.compile's mode={kwargs['mode']!r} is not for this backend; use options.", "request")
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
+    put_back_regions(gm)
     reason = _stays(gm)
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
     parts = [] if reason else _parts(gm)
-    if {"budget", "fit"} & options.keys() and any(name is not None for name, _ in parts):
-        raise Error("a budget is for a graph as a whole, and this one has blocks of autocast or no_grad, or operators on functions, in it: leave the budget out.", "request")
     said = [f"{reason}, so it runs as it is"] if reason else []
     failed: Optional[Exception] = Error(said[0], "request") if reason else None
+    fell_short = False
     elsewhere = []  # that no module of a part has the path that was asked for: another part or graph may
     whole: Any = gm
     for name, child in parts:
         try:
-            new = _planned(child, inputs, casts_stay, strict, options, said)
+            new = _Rewritten(child, inputs, casts_stay, strict, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
             about = getattr(error, "about", "")
             if about == "modules":
                 elsewhere.append(error)
                 continue
-            if isinstance(error, Error) and error.kind in ("request", "budget"):
+            if isinstance(error, Error) and error.kind in _ASKED_FOR:
                 raise
             failed = error
             # Tracing tensors that wrap others (DTensor) ends in any error of theirs.
@@ -396,7 +408,8 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             why = f"it works on {' and '.join(wraps)}, which wraps other tensors" if wraps and not isinstance(error, Error) else _sentence(error)
             said.append(f"runs as it is: {why}")
             continue
-        said.append(_said(new.report))
+        said.append(new.said)
+        fell_short = fell_short or new.fell_short
         if name is None:
             whole = new
         else:
@@ -408,6 +421,5 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         given.example = None  # the first call's tensors are not held
     if failed is not None and strict:
         raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "kind", "input")) from failed
-    level = logging.WARNING if failed is not None or any(what.startswith(_UNPLANNED) for what in said) else logging.INFO
-    log.log(level, "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
+    log.log(_level(fell_short or failed is not None), "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
     return whole.forward

@@ -55,9 +55,12 @@ static Error failed(const std::string& what, const std::exception& e) {
 
 IValue TrainingStep::forward(StepObserver& observer) {
   auto& s = *impl_;
-  // Forward may change its inputs in place, so each run gets its own.
+  // Forward may change its inputs in place, so each run gets its own. Those that need a gradient (a graph's, from what
+  // runs before it) do so here.
   std::vector<IValue> inputs;
-  for (auto& v : s.inputs) inputs.push_back(clone_value(v));
+  for (auto& v : s.inputs)
+    inputs.push_back(map_tensors(
+        v, [](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); }));
   for (auto& p : s.parameters) p.mutable_grad().zero_();
   if (s.options.input_grad)
     for (auto& t : floating_tensors(c10::ivalue::Tuple::create(inputs))) {
