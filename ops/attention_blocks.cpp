@@ -80,23 +80,30 @@ struct Scores {
   }
 };
 
-Tensor room_for_noise(const Tensor& q, const Tensor& k) {
-  return at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options().dtype(at::kBool));
+std::vector<int64_t> sizes_of_noise(const Tensor& q, const Tensor& k) {
+  return {q.size(0), q.size(1), q.size(2), k.size(2)};
+}
+
+// From its bits, where there is any.
+Tensor noise_again(const Tensor& bits, const Tensor& q, const Tensor& k) {
+  if (!bits.defined()) return bits;
+  const auto sizes = sizes_of_noise(q, k);
+  return unpack_booleans(bits, sizes, c10::contiguous_strides(sizes));
 }
 
 struct Blocks : torch::autograd::Function<Blocks> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask,
-                        const AttentionArgs& args, Tensor* state) {
+                        const AttentionArgs& args, Tensor* bits) {
     ctx->set_materialize_grads(false);
     Tensor noise;
     if (args.dropout > 0) {
-      noise = room_for_noise(q, k);
-      *state = draw_noise(noise, args.dropout);
+      noise = at::empty(sizes_of_noise(q, k), q.options().dtype(at::kBool)).bernoulli_(1 - args.dropout);
+      *bits = pack_booleans(noise);
     }
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(mask));
-    keeper.add(*state, /*always_itself=*/true);
+    keeper.add(*bits, /*always_itself=*/true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["causal"] = args.causal;
@@ -116,9 +123,8 @@ struct Blocks : torch::autograd::Function<Blocks> {
     std::vector<Tensor> g(6);
     {
       at::NoGradGuard no_grad;
-      const Tensor q = kept[0], k = kept[1], v = kept[2], state = kept[4];
-      const Tensor noise = state.defined() ? draw_noise_again(room_for_noise(q, k), args.dropout, state) : Tensor();
-      const Scores scores(q, k, v, args, noise);
+      const Tensor q = kept[0], k = kept[1], v = kept[2];
+      const Scores scores(q, k, v, args, noise_again(kept[4], q, k));
       const Tensor* operands[] = {&q, &k, &v};
       for (int i : {0, 1, 2})
         if (ctx->needs_input_grad(i)) g[i] = at::empty_like(*operands[i]);
@@ -154,7 +160,7 @@ struct Blocks : torch::autograd::Function<Blocks> {
 
 bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const auto fits = [&](const Tensor& t) {
-    return plain(t) && t.is_cpu() && !t.key_set().has(c10::DispatchKey::Python) && t.dim() == 4 && t.numel() > 0 &&
+    return plain(t) && (t.is_cpu() || t.is_meta()) && !t.key_set().has(c10::DispatchKey::Python) && t.dim() == 4 && t.numel() > 0 &&
            t.scalar_type() == q.scalar_type() && t.size(0) == q.size(0) && t.size(1) == q.size(1);
   };
   if (!fits(q) || !fits(k) || !fits(v) || q.size(3) != k.size(3) || k.size(2) != v.size(2)) return false;
@@ -163,22 +169,21 @@ bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const Atten
   if (!args.mask) return true;
   const Tensor& mask = *args.mask;
   const bool of_type = mask.scalar_type() == at::kBool || (plain(mask) && mask.scalar_type() == q.scalar_type());
-  return of_type && mask.is_cpu() && !args.causal && mask.dim() <= 4 &&
+  return of_type && mask.device() == q.device() && !args.causal && mask.dim() <= 4 &&
          at::is_expandable_to(mask.sizes(), {q.size(0), q.size(1), q.size(2), k.size(2)});
 }
 
 Tensor attention_by_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                            RecomputeArgument recompute) {
-  Tensor state;
-  const Tensor out = Blocks::apply(q, k, v, args.mask, args, &state);
+  Tensor bits;
+  const Tensor out = Blocks::apply(q, k, v, args.mask, args, &bits);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
   offer(
-      out, {q, k, v, value_or_undefined(args.mask), std::exchange(state, Tensor())},
+      out, {q, k, v, value_or_undefined(args.mask), std::exchange(bits, Tensor())},
       [causal = args.causal, scale = args.scale, dropout = args.dropout](std::vector<Tensor>& from,
                                                                          const std::vector<bool>&) {
-        Tensor noise;
-        if (from[4].defined()) noise = draw_noise_again(room_for_noise(from[0], from[1]), dropout, from[4]);
-        return Scores(from[0], from[1], from[2], {optional(from[3]), causal, scale, dropout}, noise).output();
+        const AttentionArgs again{optional(from[3]), causal, scale, dropout};
+        return Scores(from[0], from[1], from[2], again, noise_again(from[4], from[0], from[1])).output();
       },
       recompute, Pieces::no, flops);
   return out;

@@ -15,7 +15,7 @@ struct AttentionArgs {
 OptTensor added_mask(const OptTensor& mask, const at::Tensor& query);
 
 // Attention that no fused kernel of the CPU takes: with dropout, or a mask that needs a gradient. Keeps query, key,
-// value, mask and the generator's state, none of the probabilities, which forward and backward make in blocks of
+// value, mask and a bit of noise a probability, none of the probabilities, which forward and backward make in blocks of
 // batches and heads. query, key: [N, H, L or S, E], value: [N, H, S, V], mask: broadcasts to [N, H, L, S]; the output
 // is contiguous.
 bool takes_blocks(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const AttentionArgs& args);

@@ -1,13 +1,15 @@
-// Dropouts that keep no mask: backward draws the same noise again from a copy of the generator's state. Where packed
-// bits of the noise are smaller than the state (5 KB on the CPU), it keeps those.
+// Dropouts that keep a bit an element, or less.
+//
+// On the CPU, where a draw takes as long as some twenty products, that is the noise's bits. On CUDA backward draws the
+// same noise again from a copy of the generator's state, which is a seed and a counter (Philox), read and set without
+// waiting for the device.
 //
 // The noise is PyTorch's: as many draws, in the same order, and the generator is left in the same state. Without
 // training and on empty tensors PyTorch's ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
 // either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
 //
-// CUDA's generator is a seed and a counter (Philox), read and set without waiting for the device. Its plain dropout is
-// one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the gradient. While a CUDA graph is
-// captured, whose replays move the counter, PyTorch's ops are called.
+// CUDA's plain dropout is one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the
+// gradient. While a CUDA graph is captured, whose replays move the counter, PyTorch's ops are called.
 #include "generator.h"
 #include "recompute.h"
 #include "registration.h"
@@ -36,18 +38,40 @@ Affine scaled(Tensor noise, Kind kind, double p, bool with_shift) {
   return {noise.mul_(a), shift};
 }
 
-// What noise is drawn again from.
+// What noise is made again from.
 struct Noise {
-  Tensor from;  // the generator's state, or the noise's bits
-  bool bits;
+  Tensor from;  // its bits; on CUDA the generator's state
   double p;
   Kind kind;
   std::vector<int64_t> sizes, strides;
 };
 
+// Zeros, with probability p, and ones as at::bernoulli_ draws them. On the CPU the draws don't depend on the dtype.
+Tensor draw(Noise& n, const Tensor& input) {
+  const at::TensorOptions options = input.is_cuda() ? input.options() : input.options().dtype(at::kBool);
+  Tensor noise;
+  if (per_feature(n.kind)) {
+    std::vector<int64_t> sizes(input.dim(), 1);
+    sizes[0] = input.size(0);
+    sizes[1] = input.size(1);
+    noise = at::empty(sizes, options);
+  } else {
+    noise = at::empty_like(input, options);
+  }
+  n.sizes = noise.sizes().vec();
+  n.strides = noise.strides().vec();
+  if (input.is_cuda()) {
+    n.from = draw_by_copy(noise, [&](const at::Generator& own) { noise.bernoulli_(1 - n.p, own); });
+    return noise;
+  }
+  n.from = pack_booleans(noise.bernoulli_(1 - n.p));
+  return noise.to(input.scalar_type());
+}
+
 Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
-  if (n.bits) return unpack_positive(n.from, n.sizes, n.strides, options);
-  return draw_noise_again(at::empty_strided(n.sizes, n.strides, options), n.p, n.from);
+  if (options.device().is_cuda())
+    return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, generator_at(n.from, options.device()));
+  return unpack_booleans(n.from, n.sizes, n.strides).to(options.dtype());
 }
 
 Tensor with_noise(const Tensor& input, const Affine& affine) {
@@ -58,21 +82,10 @@ Tensor with_noise(const Tensor& input, const Affine& affine) {
 struct Dropout : torch::autograd::Function<Dropout> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Kind kind, Noise* used) {
     ctx->set_materialize_grads(false);
-    Tensor noise;
-    if (per_feature(kind)) {
-      std::vector<int64_t> sizes(input.dim(), 1);
-      sizes[0] = input.size(0);
-      sizes[1] = input.size(1);
-      noise = at::empty(sizes, input.options());
-    } else {
-      noise = at::empty_like(input);
-    }
-    const Tensor state = draw_noise(noise, p);
-    const bool bits = (noise.numel() + 7) / 8 < state.numel();
-    *used = {bits ? pack_positive(noise) : state, bits, p, kind, noise.sizes().vec(), noise.strides().vec()};
+    *used = {{}, p, kind, {}, {}};
+    const Tensor noise = draw(*used, input);
     ctx->save_for_backward({used->from});
     auto& data = ctx->saved_data;
-    data["bits"] = bits;
     data["p"] = p;
     data["kind"] = static_cast<int64_t>(kind);
     data["sizes"] = used->sizes;
@@ -85,9 +98,8 @@ struct Dropout : torch::autograd::Function<Dropout> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     auto& data = ctx->saved_data;
-    const Noise noise{ctx->get_saved_variables()[0], data["bits"].toBool(),
-                      data["p"].toDouble(),          static_cast<Kind>(data["kind"].toInt()),
-                      data["sizes"].toIntVector(),   data["strides"].toIntVector()};
+    const Noise noise{ctx->get_saved_variables()[0], data["p"].toDouble(), static_cast<Kind>(data["kind"].toInt()),
+                      data["sizes"].toIntVector(), data["strides"].toIntVector()};
     Tensor factor;
     {
       at::NoGradGuard no_grad;
@@ -151,14 +163,19 @@ Tensor aten_dropout(Kind kind, const Tensor& input, double p, bool train) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// The generator's state is kept on the CPU and on CUDA, and for real tensors only.
+// Whether noise can be made again: also of tensors without memory, which stand for the CPU's.
+bool makes_noise_again(const Tensor& x) {
+  static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
+  if (x.is_meta()) return !x.key_set().has(c10::DispatchKey::Python);
+  return draws_again(x) && (x.is_cpu() || has_kernel(packer, x));
+}
+
 template <Kind kind>
 Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recompute) {
-  static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const bool fused = kind == Kind::plain && input.is_cuda();
-  const bool ours = train && p > 0 && p < 1 && draws_again(input) && input.numel() > 0 &&
+  const bool ours = train && p > 0 && p < 1 && makes_noise_again(input) && input.numel() > 0 &&
                     (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
-                    has_kernel(packer, input) && (!fused || fits_fused(input));
+                    (!fused || fits_fused(input));
   if (!ours) return aten_dropout(kind, input, p, train);
   if (fused) {
     Fused drawn;

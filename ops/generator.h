@@ -14,14 +14,14 @@ at::Tensor draw_by_copy(const at::Tensor& x, const std::function<void(const at::
 // A generator for that device in a state that draw_by_copy() returned.
 at::Generator generator_at(const at::Tensor& state, at::Device device);
 
-// A dropout's noise: fills it with zeros, with probability p, and ones, as at::bernoulli_ does, and returns the state
-// to draw it again from. On the CPU the draws don't depend on the dtype.
-at::Tensor draw_noise(const at::Tensor& noise, double p);
-at::Tensor draw_noise_again(const at::Tensor& noise, double p, const at::Tensor& state);
-
 // Whether draws for x can be repeated: those of real tensors on the CPU, and on CUDA outside the capture of a graph,
 // whose replays move the counter.
 bool draws_again(const at::Tensor& x);
+
+// Booleans in 1/8 of their memory: eight neighbours of `noise`, which is dense, on the CPU or a meta tensor, are the bits
+// of a byte, the first its lowest. And the same booleans again.
+at::Tensor pack_booleans(const at::Tensor& noise);
+at::Tensor unpack_booleans(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides);
 
 // Where x > 0 or is NaN, a bit an element in the order of memory; and a tensor of such sizes and strides that is 1
 // there and 0 elsewhere.

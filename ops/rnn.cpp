@@ -1,7 +1,7 @@
 // LSTM, GRU and simple recurrent networks. Backward needs the inputs and outputs of each layer, which are there anyway,
 // and, of an LSTM, the cell's state at a few steps; the gates, three or four times as large, are computed again, a
 // chunk of steps at a time (ops/cpu/rnn.cpp), but for LSTMs of which oneDNN is too fast for that. Between layers
-// PyTorch's dropout keeps the generator's state alone.
+// our dropout keeps a bit an element.
 //
 // On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
 #include <ATen/autocast_mode.h>
