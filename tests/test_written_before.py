@@ -1,7 +1,7 @@
 """Files that other versions wrote, one of each level: they load, train as the original does, and are restored to it.
 
-fixtures/written_by_0.1 was made by that version's tool with torch 2.11, before tsmem::act knew that it overwrites its argument; written_by_torch_2.11 and
-written_by_torch_2.15, the ends of the range, with these torches by fixtures/written.py.
+fixtures/written_by_0.1 was made by that version's tool with torch 2.11, before tsmem::act knew that it overwrites its argument; written_by_torch_2.11 to
+written_by_torch_2.15, each version of the range, with these torches by fixtures/written.py.
 """
 import subprocess
 import sys
@@ -46,8 +46,8 @@ def steps(module, device_dtype=torch.float64):
 
 def test_every_level_is_there():
     text = (ROOT / "python" / "torch-versions.txt").read_text()
-    ends = [".".join(line.split(".")[:2]) for line in text.splitlines() if line[:1].isdigit()]
-    assert [f.name for f in FOLDERS] == ["written_by_0.1", *(f"written_by_torch_{end}" for end in ends)]
+    oldest, newest = (int(line.split(".")[1]) for line in text.splitlines() if line[:1].isdigit())
+    assert [f.name for f in FOLDERS] == ["written_by_0.1", *(f"written_by_torch_2.{minor}" for minor in range(oldest, newest + 1))]
     for folder in FOLDERS:
         assert sorted(p.stem for p in folder.iterdir()) == LEVELS
 
