@@ -65,13 +65,13 @@ Tensor draw(Noise& n, const Tensor& input) {
     return noise;
   }
   n.from = pack_booleans(noise.bernoulli_(1 - n.p));
-  return noise.to(input.scalar_type());
+  return unpack_positive(n.from, n.sizes, n.strides, input.options());  // faster than a cast
 }
 
 Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
   if (options.device().is_cuda())
     return at::empty_strided(n.sizes, n.strides, options).bernoulli_(1 - n.p, generator_at(n.from, options.device()));
-  return unpack_booleans(n.from, n.sizes, n.strides).to(options.dtype());
+  return unpack_positive(n.from, n.sizes, n.strides, options);
 }
 
 Tensor with_noise(const Tensor& input, const Affine& affine) {
