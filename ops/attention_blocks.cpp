@@ -63,7 +63,10 @@ struct Scores {
   Tensor probabilities(const Tensor& scaled_q, const Tensor& scaled_k, const Part& part) const {
     Tensor scores = at::matmul(scaled_q, scaled_k.transpose(-2, -1));
     if (mask.defined()) scores.add_(part.of(mask));
-    return at::_safe_softmax(scores, -1);
+    const Tensor p = at::softmax(scores, -1);
+    // A row that is masked as a whole: PyTorch gives zeros.
+    if (!p.is_meta() && p.select(-1, 0).isnan().any().item<bool>()) return at::_safe_softmax(scores, -1);
+    return p;
   }
 
   // What probabilities are multiplied with.

@@ -109,6 +109,50 @@ void forward_planar(const PoolArgs& a, const T* x, T* y, P* position, int64_t be
   }
 }
 
+// Rows that are shorter than a block, of windows that move by one pixel: rows of a plane are put into one, with what
+// pads them, so that few long loops do. What lies across a row's end is left out at the end.
+constexpr int64_t kPut = 4096;  // pixels that are put together
+
+bool puts_rows_together(const PoolArgs& a) {
+  const int64_t width = a.w.out + (a.w.window - 1) * a.w.dilation;
+  return a.d.in == 1 && a.d.out == 1 && a.h.stride == 1 && a.w.stride == 1 && a.w.out < kBlock &&
+         (1 + (a.h.window - 1) * a.h.dilation) * width <= kPut;
+}
+
+template <class T, class P>
+void forward_planar_together(const PoolArgs& a, const T* x, T* y, P* position, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  using L = lane_t<C>;
+  alignas(64) C from[kPut];
+  alignas(64) C best[kPut];
+  alignas(64) L where[kPut];
+  const int64_t left = -a.w.start[0], width = a.w.out + (a.w.window - 1) * a.w.dilation,
+                more = (a.h.window - 1) * a.h.dilation, most = kPut / width - more;
+  for (int64_t index = begin; index < end;) {
+    const int64_t h = index % a.h.out, rows = lesser(lesser(most, a.h.out - h), end - index);
+    const T* plane = x + index / a.h.out * a.h.in * a.w.in;
+    for (int64_t i = 0; i < (rows + more) * width; ++i) from[i] = -std::numeric_limits<C>::infinity();
+    for (int64_t r = 0; r < rows + more; ++r)
+      if (const int64_t ih = a.h.start[h] + r; ih >= 0 && ih < a.h.in)
+        widen(plane + ih * a.w.in, from + r * width + left, lesser(a.w.in, width - left));
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t o = 0; o < width; ++o)
+        where[r * width + o] =
+            static_cast<L>(a.h.first[h + r] * a.w.window + a.w.first[lesser(o, a.w.out - 1)]);  // where all is -inf
+    const int64_t count = (rows - 1) * width + a.w.out;
+    for (int64_t i = 0; i < count; ++i) best[i] = -std::numeric_limits<C>::infinity();
+    for (int64_t i = 0; i < count; i += kBlock)
+      for (int64_t kh = 0; kh < a.h.window; ++kh)
+        for (int64_t kw = 0; kw < a.w.window; ++kw)
+          take(from + i + kh * a.h.dilation * width + kw * a.w.dilation, 1, best + i, where + i,
+               static_cast<L>(kh * a.w.window + kw), lesser(kBlock, count - i));
+    for (int64_t r = 0; r < rows; ++r, ++index) {
+      narrow(best + r * width, y + index * a.w.out, a.w.out);
+      if (position) put_positions(where + r * width, position + index * a.w.out, a.w.out);
+    }
+  }
+}
+
 template <class T, class P>
 void forward_channels_last(const PoolArgs& a, const T* x, T* y, P* position, int64_t begin, int64_t end) {
   using C = compute_t<T>;
@@ -272,6 +316,8 @@ void forward(const PoolArgs& a, const void* x, void* y, void* position, int64_t 
     auto* positions = static_cast<P*>(position);
     if (a.channels_last)
       forward_channels_last(a, from, to, positions, begin, end);
+    else if (puts_rows_together(a))
+      forward_planar_together(a, from, to, positions, begin, end);
     else
       forward_planar(a, from, to, positions, begin, end);
   });
