@@ -109,46 +109,71 @@ void forward_planar(const PoolArgs& a, const T* x, T* y, P* position, int64_t be
   }
 }
 
-// Rows that are shorter than a block, of windows that move by one pixel: rows of a plane are put into one, with what
-// pads them, so that few long loops do. What lies across a row's end is left out at the end.
+// Rows that are shorter than a block: those of a plane are put into one, with what pads them, so that few long loops do.
+// A stride takes them apart first: pixels that windows see at the same k lie side by side, a part for each remainder of
+// row and column by the stride. What lies across a row's end is left out at the end.
 constexpr int64_t kPut = 4096;  // pixels that are put together
 
-bool puts_rows_together(const PoolArgs& a) {
-  const int64_t width = a.w.out + (a.w.window - 1) * a.w.dilation;
-  return a.d.in == 1 && a.d.out == 1 && a.h.stride == 1 && a.w.stride == 1 && a.w.out < kBlock &&
-         (1 + (a.h.window - 1) * a.h.dilation) * width <= kPut;
+struct Together {
+  int64_t parts, width, more;  // of a part: the length of a row, and rows beyond those of the output
+  int64_t most;                // rows of the output
+
+  explicit Together(const PoolArgs& a)
+      : parts(a.h.stride * a.w.stride),
+        width(a.w.out + (a.w.window - 1) * a.w.dilation / greater(1, a.w.stride)),
+        more((a.h.window - 1) * a.h.dilation / greater(1, a.h.stride)),
+        most(kPut / (greater(1, parts) * width) - more) {}
+  bool fits(const PoolArgs& a) const {
+    return a.d.in == 1 && a.d.out == 1 && parts > 0 && a.w.out < kBlock && most > 0;
+  }
+};
+
+// Row `from` of the input, apart by the column's remainder, from `to` on, a part's size `step`.
+template <class T>
+inline void put_row(const PoolArgs& a, const T* from, compute_t<T>* to, int64_t step, int64_t width) {
+  for (int64_t p = 0; p < a.w.stride; ++p, to += step) {
+    const int64_t first = a.w.start[0] + p, lo = greater(0, div_up(-first, a.w.stride)),
+                  hi = lesser(width, div_down(a.w.in - 1 - first, a.w.stride) + 1);
+    if (a.w.stride == 1)
+      widen(from + first + lo, to + lo, hi - lo);
+    else
+      for (int64_t i = lo; i < hi; ++i) to[i] = to_compute(from[first + i * a.w.stride]);
+  }
 }
 
 template <class T, class P>
-void forward_planar_together(const PoolArgs& a, const T* x, T* y, P* position, int64_t begin, int64_t end) {
+void forward_planar_together(const PoolArgs& a, const Together& t, const T* x, T* y, P* position, int64_t begin,
+                             int64_t end) {
   using C = compute_t<T>;
   using L = lane_t<C>;
   alignas(64) C from[kPut];
   alignas(64) C best[kPut];
   alignas(64) L where[kPut];
-  const int64_t left = -a.w.start[0], width = a.w.out + (a.w.window - 1) * a.w.dilation,
-                more = (a.h.window - 1) * a.h.dilation, most = kPut / width - more;
   for (int64_t index = begin; index < end;) {
-    const int64_t h = index % a.h.out, rows = lesser(lesser(most, a.h.out - h), end - index);
+    const int64_t h = index % a.h.out, rows = lesser(lesser(t.most, a.h.out - h), end - index);
+    const int64_t part = (rows + t.more) * t.width, count = (rows - 1) * t.width + a.w.out;
     const T* plane = x + index / a.h.out * a.h.in * a.w.in;
-    for (int64_t i = 0; i < (rows + more) * width; ++i) from[i] = -std::numeric_limits<C>::infinity();
-    for (int64_t r = 0; r < rows + more; ++r)
+    for (int64_t i = 0; i < t.parts * part; ++i) from[i] = -std::numeric_limits<C>::infinity();
+    for (int64_t r = 0; r < (rows + t.more) * a.h.stride; ++r)
       if (const int64_t ih = a.h.start[h] + r; ih >= 0 && ih < a.h.in)
-        widen(plane + ih * a.w.in, from + r * width + left, lesser(a.w.in, width - left));
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t o = 0; o < width; ++o)
-        where[r * width + o] =
-            static_cast<L>(a.h.first[h + r] * a.w.window + a.w.first[lesser(o, a.w.out - 1)]);  // where all is -inf
-    const int64_t count = (rows - 1) * width + a.w.out;
+        put_row(a, plane + ih * a.w.in, from + r % a.h.stride * a.w.stride * part + r / a.h.stride * t.width, part,
+                t.width);
+    for (int64_t r = 0; r < rows; ++r)  // a window of -inf has its first pixel
+      for (int64_t o = 0; o < t.width; ++o)
+        where[r * t.width + o] =
+            static_cast<L>(a.h.first[h + r] * a.w.window + a.w.first[lesser(o, a.w.out - 1)]);
     for (int64_t i = 0; i < count; ++i) best[i] = -std::numeric_limits<C>::infinity();
     for (int64_t i = 0; i < count; i += kBlock)
       for (int64_t kh = 0; kh < a.h.window; ++kh)
-        for (int64_t kw = 0; kw < a.w.window; ++kw)
-          take(from + i + kh * a.h.dilation * width + kw * a.w.dilation, 1, best + i, where + i,
-               static_cast<L>(kh * a.w.window + kw), lesser(kBlock, count - i));
+        for (int64_t kw = 0; kw < a.w.window; ++kw) {
+          const int64_t down = kh * a.h.dilation, right = kw * a.w.dilation;
+          const C* seen = from + (down % a.h.stride * a.w.stride + right % a.w.stride) * part +
+                          down / a.h.stride * t.width + right / a.w.stride;
+          take(seen + i, 1, best + i, where + i, static_cast<L>(kh * a.w.window + kw), lesser(kBlock, count - i));
+        }
     for (int64_t r = 0; r < rows; ++r, ++index) {
-      narrow(best + r * width, y + index * a.w.out, a.w.out);
-      if (position) put_positions(where + r * width, position + index * a.w.out, a.w.out);
+      narrow(best + r * t.width, y + index * a.w.out, a.w.out);
+      if (position) put_positions(where + r * t.width, position + index * a.w.out, a.w.out);
     }
   }
 }
@@ -316,8 +341,8 @@ void forward(const PoolArgs& a, const void* x, void* y, void* position, int64_t 
     auto* positions = static_cast<P*>(position);
     if (a.channels_last)
       forward_channels_last(a, from, to, positions, begin, end);
-    else if (puts_rows_together(a))
-      forward_planar_together(a, from, to, positions, begin, end);
+    else if (const Together together(a); together.fits(a))
+      forward_planar_together(a, together, from, to, positions, begin, end);
     else
       forward_planar(a, from, to, positions, begin, end);
   });
