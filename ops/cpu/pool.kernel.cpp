@@ -132,12 +132,15 @@ struct Together {
 template <class T>
 inline void put_row(const PoolArgs& a, const T* from, compute_t<T>* to, int64_t step, int64_t width) {
   for (int64_t p = 0; p < a.w.stride; ++p, to += step) {
-    const int64_t first = a.w.start[0] + p, lo = greater(0, div_up(-first, a.w.stride)),
+    const int64_t first = a.w.start[0] + p;
+    if (a.w.stride == 1) {
+      const int64_t lo = greater(0, -first);
+      widen(from + first + lo, to + lo, lesser(width, a.w.in - first) - lo);
+      continue;
+    }
+    const int64_t lo = greater(0, div_up(-first, a.w.stride)),
                   hi = lesser(width, div_down(a.w.in - 1 - first, a.w.stride) + 1);
-    if (a.w.stride == 1)
-      widen(from + first + lo, to + lo, hi - lo);
-    else
-      for (int64_t i = lo; i < hi; ++i) to[i] = to_compute(from[first + i * a.w.stride]);
+    for (int64_t i = lo; i < hi; ++i) to[i] = to_compute(from[first + i * a.w.stride]);
   }
 }
 
@@ -154,10 +157,10 @@ void forward_planar_together(const PoolArgs& a, const Together& t, const T* x, T
     const int64_t part = (rows + t.more) * t.width, count = (rows - 1) * t.width + a.w.out;
     const T* plane = x + index / a.h.out * a.h.in * a.w.in;
     for (int64_t i = 0; i < t.parts * part; ++i) from[i] = -std::numeric_limits<C>::infinity();
-    for (int64_t r = 0; r < (rows + t.more) * a.h.stride; ++r)
-      if (const int64_t ih = a.h.start[h] + r; ih >= 0 && ih < a.h.in)
-        put_row(a, plane + ih * a.w.in, from + r % a.h.stride * a.w.stride * part + r / a.h.stride * t.width, part,
-                t.width);
+    for (int64_t p = 0; p < a.h.stride; ++p)
+      for (int64_t r = 0; r < rows + t.more; ++r)
+        if (const int64_t ih = a.h.start[h] + r * a.h.stride + p; ih >= 0 && ih < a.h.in)
+          put_row(a, plane + ih * a.w.in, from + p * a.w.stride * part + r * t.width, part, t.width);
     for (int64_t r = 0; r < rows; ++r)  // a window of -inf has its first pixel
       for (int64_t o = 0; o < t.width; ++o)
         where[r * t.width + o] =
