@@ -322,7 +322,8 @@ class _Rewritten(torch.nn.Module):
                 raise
             without = f"without a plan: {_sentence(error)}"
             made = report(None, {name: value for name, value in self.options.items() if name not in _OF_PLANS})
-        self.said, self.fell_short = " | ".join(filter(None, (without, _found(made)))), bool(without)
+        self.said = " | ".join(filter(None, (without, _found(made))))
+        self.fell_short = bool(without) and None not in self.known  # a part in which nothing can be saved is a small one
         new = made.pop("graph_module")
         new["original"] = description["graph"]
         return build(new, self.aten).forward
@@ -409,7 +410,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             said.append(f"runs as it is: {why}")
             continue
         said.append(new.said)
-        fell_short = fell_short or new.fell_short
+        fell_short = fell_short or (name is None and new.fell_short)
         if name is None:
             whole = new
         else:
