@@ -896,14 +896,31 @@ def test_a_budget_is_a_part_of_what_eager_pytorch_needs():
     assert peaks[1] <= 0.714 * peaks[0]
 
 
-def test_a_transform_of_torch_func_stays_eager(caplog):
+class Transforms(Net):
+    """torch.func's transforms, one in another, of what lies before them, between layers."""
+
+    def forward(self, x):
+        y = self.a(x)
+        slope = torch.func.grad(lambda z: (z.sin() * y.detach()).sum())(y)
+        pairs = torch.vmap(lambda a, b: torch.vmap(torch.dot)(a, b).sum())(y.flatten(2), slope.flatten(2))
+        return self.end(self.b(y * slope.tanh())) * pairs[:, None]
+
+
+def test_what_lies_around_transforms_of_torch_func_is_rewritten(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Transforms())
+    assert caplog.text.count("bn-act") == 2 and "as it is" not in caplog.text
+
+
+def test_nothing_but_a_transform_of_torch_func(caplog):
     def f(x):
         return torch.func.grad(lambda y: y.sin().sum())(x)
 
     torch._dynamo.reset()
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    with caplog.at_level(logging.WARNING, "tsmem"):
+    with caplog.at_level(logging.INFO, "tsmem"):
         torch.testing.assert_close(torch.compile(f, backend="tsmem")(x), x.cos())
+    assert "nothing to rewrite" in caplog.text
 
 
 @pytest.mark.parametrize("act", (nn.Hardsigmoid(), nn.Hardsigmoid(inplace=True), nn.CELU(0.7), nn.LeakyReLU(0.013), nn.SELU(), nn.Hardswish()), ids=str)

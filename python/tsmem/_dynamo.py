@@ -56,9 +56,16 @@ def _has_values(node: fx.Node) -> bool:
     return any(isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for v in pytree.tree_leaves(list(held)))
 
 
+def _of_transform(node: fx.Node) -> bool:
+    """A function that torch.func's transforms (grad, vmap) have left in the graph: between their begin and end tensors wrap others."""
+    return node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or "")
+
+
 def _is_plain(node: fx.Node) -> bool:
     """An operator on tensors and numbers, and no operator on functions, none of Dynamo's own functions, and not the border of a block: what sets a
     mode (autocast, no_grad, inference_mode, the backends of attention), or puts it back, takes and gives neither."""
+    if _of_transform(node):
+        return False
     if node.op != "call_function":
         return node.op == "call_method"
     if isinstance(node.target, torch._ops.OpOverload) or "record_function" in str(node.target):
@@ -73,11 +80,8 @@ def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
 
 
 def _stays(gm: fx.GraphModule) -> Optional[str]:
-    """Why all of the graph runs as it is: a function of torch.func has left its own begin and end in it, or `x.data = y` changes what
-    may be recomputed, which autograd is not told."""
+    """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told."""
     for node in _inner(gm):
-        if node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or ""):
-            return f"{getattr(node.target, '__name__', node.target)} of torch.func is in it"
         # Of `x.data = y` Dynamo makes the one in torch 2.11, the other in 2.15.
         if node.op == "call_function" and name_of(node) in ("set_", "shallow_copy_data_") and _used_before(node.args[0], node):
             return "it gives a tensor other .data after having used it"
@@ -104,14 +108,16 @@ def _refuse_written_data(aten: fx.GraphModule) -> None:
 
 
 def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
-    """The nodes between borders, of those parts that run with gradients."""
+    """The nodes between borders, of those parts that run with gradients, outside torch.func's transforms."""
     runs: List[List[fx.Node]] = [[]]
-    odd, grad = set(), True
+    odd, grad, transforms = set(), True, 0
     inference = set()  # the modes that were entered and not left
     for node in _inner(gm):
-        if _is_plain(node) and not (node.target is operator.getitem and node.args[0] in odd):
+        if _is_plain(node) and not transforms and not (node.target is operator.getitem and node.args[0] in odd):
             runs[-1].append(node)
             continue
+        if _of_transform(node):
+            transforms += node.target.__name__.endswith("_increment_nesting") - node.target.__name__.endswith("_decrement_nesting")
         odd.add(node)
         if runs[-1] and (inference or not grad):
             runs.pop()
