@@ -435,6 +435,25 @@ def test_a_budget_behind_borders_is_kept():
     check(RotaryChain(), [x], budget="65%")
 
 
+def test_a_budget_behind_borders_with_a_small_part(caplog):
+    """The part before them holds a few bytes, of which no plan saves any: that is no fault, also where strict is set."""
+    class Positions(RotaryChain):
+        def forward(self, x):
+            return super().forward(x + x.mean((0, 1)).sigmoid())
+
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Positions(), [torch.randn(8, 64, 64)], budget="70%")
+    assert "planned at its first call" in caplog.text and not [r for r in caplog.records if r.name == "tsmem" and r.levelno > logging.INFO]
+
+
+def test_a_budget_behind_borders_for_some_modules(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(RotaryChain(), [torch.randn(8, 64, 64)], budget="115%", module="layers.1*")
+    assert "1 layer-norm" in caplog.text
+    with pytest.raises(Exception, match="No module matches 'nothing.*'"):
+        compiled(RotaryChain(), budget="115%", module="nothing.*")(torch.randn(8, 64, 64))
+
+
 def test_a_budget_behind_borders_that_is_too_small():
     with pytest.raises(Exception, match="smallest possible budget"):
         compiled(RotaryChain(), budget="1KiB", strict=False)(torch.randn(8, 64, 64))

@@ -283,9 +283,11 @@ def _no_hooks() -> ContextManager[None]:
 
 class _Rewritten(torch.nn.Module):
     """A graph in the place of `original`. What may move past a write hangs on which parameters and buffers share memory, with one another
-    and with other inputs. Dynamo guards on no such thing, so each call asks, and there is one rewritten graph for each answer."""
+    and with other inputs. Dynamo guards on no such thing, so each call asks, and there is one rewritten graph for each answer.
 
-    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], casts_stay: bool, strict: bool, options: Dict[str, Any]):
+    A plan runs the graph. A part of a graph (`is_part`) may begin with values of another part: then it is planned at its first call."""
+
+    def __init__(self, original: fx.GraphModule, inputs: Dict[str, _Input], is_part: bool, casts_stay: bool, strict: bool, options: Dict[str, Any]):
         super().__init__()
         placeholders = [n for n in original.graph.nodes if n.op == "placeholder"]
         self.known = [inputs.get(n.name) for n in placeholders]
@@ -297,23 +299,26 @@ class _Rewritten(torch.nn.Module):
         _drop_what_does_nothing(self.aten)
         if not casts_stay:
             _drop_casts(self.aten)
-        self.options, self.strict = options, strict
+        self.options, self.strict, self.is_part = options, strict, is_part
         self.state_at = [i for i, k in enumerate(self.known) if k is not None and k.is_state]
         self.graphs: Dict[Tuple[int, ...], Callable[..., Any]] = {}
-        self.said = "is planned at its first call"
+        self.said = ""
         self.fell_short = False  # of a plan that was asked for, or to be rewritten at all
-        # A plan runs the graph, on values that a part of a graph has from its first call on.
-        if not (_PLANS & options.keys() and None in self.known):
-            examples = [None if k is None else k.example for k in self.known]
-            sharing = _sharing(examples, self.state_at)
+        examples = [None if k is None else k.example for k in self.known]
+        sharing = _sharing(examples, self.state_at)
+        if _PLANS & options.keys() and None in self.known:
+            self.rewritten(examples, sharing, planned=False)  # so that what can't be done is told now
+            self.said = "is planned at its first call"
+        else:
             self.graphs[sharing] = self.rewritten(examples, sharing)
 
-    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...]) -> Callable[..., Any]:
+    def rewritten(self, values: Sequence[Any], sharing: Tuple[int, ...], planned: bool = True) -> Callable[..., Any]:
         shared = [number >= 0 for number in sharing]
         state = _state(self.aten, self.known, values, shared)
         description = describe(self.aten, state, _module_of)
         tensors = [t for _, t in state.values()]
         examples = tuple(v for v, s in zip(values, shared) if not s)
+        unplanned = {name: value for name, value in self.options.items() if name not in _OF_PLANS}
 
         def report(examples: Any, options: Dict[str, Any]) -> Dict[str, Any]:
             with _no_hooks():
@@ -321,15 +326,15 @@ class _Rewritten(torch.nn.Module):
 
         without = ""
         try:
-            made = report(examples if _PLANS & self.options.keys() else None, self.options)
+            made = report(examples, self.options) if planned and _PLANS & self.options.keys() else report(None, self.options if planned else unplanned)
         except Error as error:
-            # Beside a graph break or a border may lie a graph of a few bytes.
-            if error.about != "budget" or self.strict:
+            # Beside a graph break or a border may lie a graph of a few bytes, of which no plan saves any.
+            if error.about != "budget" or (self.strict and not self.is_part):
                 raise
             without = f"without a plan: {_sentence(error)}"
-            made = report(None, {name: value for name, value in self.options.items() if name not in _OF_PLANS})
+            made = report(None, unplanned)
         self.said = " | ".join(filter(None, (without, _found(made))))
-        self.fell_short = bool(without) and None not in self.known  # a part in which nothing can be saved is a small one
+        self.fell_short = bool(without) and not self.is_part
         new = made.pop("graph_module")
         new["original"] = description["graph"]
         return build(new, self.aten).forward
@@ -401,7 +406,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     whole: Any = gm
     for name, child in parts:
         try:
-            new = _Rewritten(child, inputs, casts_stay, strict, options)
+            new = _Rewritten(child, inputs, name is not None, casts_stay, strict, options)
         except Exception as error:  # noqa: BLE001  (whatever can't be rewritten runs as it did)
             about = getattr(error, "about", "")
             if about == "modules":
@@ -416,7 +421,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
             said.append(f"runs as it is: {why}")
             continue
         said.append(new.said)
-        fell_short = fell_short or (name is None and new.fell_short)
+        fell_short = fell_short or new.fell_short
         if name is None:
             whole = new
         else:
