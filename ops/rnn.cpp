@@ -5,6 +5,7 @@
 //
 // On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "rnn_layer.h"
 
@@ -53,6 +54,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     data["bidirectional"] = args.bidirectional;
     data["batch_sizes"] = args.batch_sizes;
     data["weights"] = static_cast<int64_t>(weights.size());
+    data["hooks"] = hooks_active();
     if (cx) return {out, hn, cn};
     return {out, hn};
   }
@@ -70,6 +72,8 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     int64_t want = 0;
     for (size_t i = 0, edge = 0; i < 3 + weights; ++i)
       if (i != 2 || lstm) want |= static_cast<int64_t>(ctx->needs_input_grad(edge++)) << i;
+    // Whoever has hooks on saved tensors may hold the gates.
+    if (!torch::autograd::get_current_graph_task_keep_graph() && !data["hooks"].toBool()) want |= kTakesGates;
     const auto cell = data["cell"].toInt();
     {
       at::NoGradGuard no_grad;

@@ -40,7 +40,9 @@ using RnnLayerOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tens
     at::TensorList weights, int64_t cell, bool biases, bool bidirectional)>;
 
 // _rnn_layer_backward: gradients of input, hx, cx and of each weight. Bit 0, 1, 2 and 3 + i of `want`: which; an empty
-// tensor stands for the gradient of a weight that is not wanted.
+// tensor stands for the gradient of a weight that is not wanted. kTakesGates: nobody needs the gates after this, and
+// their gradients are written in their place.
+constexpr int64_t kTakesGates = int64_t{1} << 62;
 using RnnLayerBackwardOp = RawOp<std::tuple<at::Tensor, at::Tensor, at::Tensor, std::vector<at::Tensor>>(
     const OptTensor& grad_out, const OptTensor& grad_hn, const OptTensor& grad_cn, const at::Tensor& input,
     at::IntArrayRef batch_sizes, const at::Tensor& hx, const OptTensor& cx, at::TensorList weights,

@@ -286,7 +286,8 @@ struct Gradients {
   int64_t column;  // of `out`, where this direction's begin
   Tensor h, c;     // [B, Hy], [B, H]: of the last states, then of the first
   Tensor input;    // [N, D], or undefined: not wanted
-  bool add_input;  // to what `input` has
+  bool add_input;    // to what `input` has
+  bool takes_gates;  // see kTakesGates
   bool packed;
 };
 
@@ -298,7 +299,9 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
   const auto chunks = d.chunks();
   const int64_t most = most_rows(chunks);
   const auto options = input.options();
-  const Tensor buffer = at::empty({most, width}, options), zeros = at::zeros({std::max(n, columns)}, options);
+  const bool in_place = gates.defined() && grad.takes_gates;
+  const Tensor buffer = at::empty({in_place ? 0 : most, width}, options),
+               zeros = at::zeros({std::max(n, columns)}, options);
   const Tensor other = gru ? at::empty({most, width}, options) : Tensor();
   const Tensor c_before = lstm ? at::empty({most, n}, borders.options()) : Tensor();
   const Tensor c = lstm ? at::empty({batch, n}, borders.options()) : Tensor();
@@ -312,10 +315,11 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
     const Tensor x = rows_of(input, grad.packed, chunk, batch), h = d.before(chunk);
     const auto place = [&](int64_t t) { return d.steps.begin[t] - chunk.low; };
     // The gates of all steps.
-    Tensor g = head(buffer, chunk.rows), gh = gru ? head(other, chunk.rows) : Tensor();
-    if (gates.defined())
+    Tensor g = in_place ? gates.narrow(0, chunk.low, chunk.rows) : head(buffer, chunk.rows),
+           gh = gru ? head(other, chunk.rows) : Tensor();
+    if (gates.defined() && !in_place)
       g.copy_(gates.narrow(0, chunk.low, chunk.rows));
-    else if (lstm || gru)
+    else if (!gates.defined() && (lstm || gru))
       d.input_part(buffer, x);
     if (gru) {
       d.hidden_part(other, h);
@@ -420,6 +424,7 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_cpu(
                          cx ? dc[at] : Tensor(),
                          dx.defined() ? dx.view({-1, dx.size(-1)}) : Tensor(),
                          i > 0,
+                         (want & kTakesGates) != 0,
                          !batch_sizes.empty()};
     run_backward(d, input, cx ? borders[at] : Tensor(), gates.numel() > 0 ? gates[at] : Tensor(), grad, sums);
     for (const auto& [sum, w] : all) dw.push_back(sum->result(w));

@@ -454,3 +454,19 @@ def test_kernels_of_half_precision(ops):
         exact, half = (Net(kind, dtype=d) for d in (torch.float32, torch.bfloat16))
         results = [ops._rnn_layer(n.x, [], n.states[0], n.states[1] if kind == "lstm" else None, n.params, cell, True, False) for n in (exact, half)]
         assert (results[1][0].float() - results[0][0]).norm() <= 0.05 * results[0][0].norm()
+
+
+def test_gates_of_an_lstm_outlive_all_backward_passes_but_the_last(ops):
+    """In float32 they are kept; the last pass writes their gradients in their place."""
+    net = Net("lstm", layers=2, bidirectional=True, dtype=torch.float32)
+    wanted = [t for t in net.operands() if t.requires_grad]
+    out = net.call(ops)[0]
+    first, second, last = (torch.autograd.grad(out.square().sum(), wanted, retain_graph=retain) for retain in (True, True, False))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, last))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.square().sum(), wanted)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append((t, t.clone())) or t, lambda t: t):
+        out = net.call(ops)[0]
+    torch.autograd.grad(out.square().sum(), wanted)
+    assert all(torch.equal(t, was) for t, was in held)
