@@ -112,10 +112,12 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   const AttentionArgs args{mask, is_causal, scale, dropout_p};
   const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa &&
                      !(mask && is_causal);  // PyTorch raises
-  const int64_t backend = !usual        ? -1
+  const int64_t backend = !usual ? -1
                           : q.is_meta()  // stands for the CPU
-                              ? dropout_p > 0 ? kMath : q.size(3) == v.size(3) ? kFlash : -1
-                                        : at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+                              ? dropout_p > 0            ? kMath
+                                : q.size(3) == v.size(3) ? kFlash
+                                                         : -1
+                              : at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   if (backend == kMath && takes_blocks(q, k, v, args)) return attention_by_blocks(q, k, v, args, recompute);
   const bool ours = backend == kFlash && dropout_p == 0 &&
                     (!mask || mask->scalar_type() == at::kBool ||

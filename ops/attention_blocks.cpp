@@ -163,8 +163,8 @@ struct Blocks : torch::autograd::Function<Blocks> {
 
 bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const auto fits = [&](const Tensor& t) {
-    return plain(t) && (t.is_cpu() || t.is_meta()) && !t.key_set().has(c10::DispatchKey::Python) && t.dim() == 4 && t.numel() > 0 &&
-           t.scalar_type() == q.scalar_type() && t.size(0) == q.size(0) && t.size(1) == q.size(1);
+    return plain(t) && (t.is_cpu() || t.is_meta()) && !t.key_set().has(c10::DispatchKey::Python) && t.dim() == 4 &&
+           t.numel() > 0 && t.scalar_type() == q.scalar_type() && t.size(0) == q.size(0) && t.size(1) == q.size(1);
   };
   if (!fits(q) || !fits(k) || !fits(v) || q.size(3) != k.size(3) || k.size(2) != v.size(2)) return false;
   if (args.dropout < 0 || args.dropout >= 1 || args.scale.value_or(1) <= 0) return false;

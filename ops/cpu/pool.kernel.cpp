@@ -109,9 +109,9 @@ void forward_planar(const PoolArgs& a, const T* x, T* y, P* position, int64_t be
   }
 }
 
-// Rows that are shorter than a block: those of a plane are put into one, with what pads them, so that few long loops do.
-// A stride takes them apart first: pixels that windows see at the same k lie side by side, a part for each remainder of
-// row and column by the stride. What lies across a row's end is left out at the end.
+// Rows that are shorter than a block: those of a plane are put into one, with what pads them, so that few long loops
+// do. A stride takes them apart first: pixels that windows see at the same k lie side by side, a part for each
+// remainder of row and column by the stride. What lies across a row's end is left out at the end.
 constexpr int64_t kPut = 4096;  // pixels that are put together
 
 struct Together {
@@ -163,8 +163,7 @@ void forward_planar_together(const PoolArgs& a, const Together& t, const T* x, T
           put_row(a, plane + ih * a.w.in, from + p * a.w.stride * part + r * t.width, part, t.width);
     for (int64_t r = 0; r < rows; ++r)  // a window of -inf has its first pixel
       for (int64_t o = 0; o < t.width; ++o)
-        where[r * t.width + o] =
-            static_cast<L>(a.h.first[h + r] * a.w.window + a.w.first[lesser(o, a.w.out - 1)]);
+        where[r * t.width + o] = static_cast<L>(a.h.first[h + r] * a.w.window + a.w.first[lesser(o, a.w.out - 1)]);
     for (int64_t i = 0; i < count; ++i) best[i] = -std::numeric_limits<C>::infinity();
     for (int64_t i = 0; i < count; i += kBlock)
       for (int64_t kh = 0; kh < a.h.window; ++kh)

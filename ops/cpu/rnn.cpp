@@ -282,10 +282,10 @@ struct Sums {
 
 // What backward through one direction starts from, and writes to.
 struct Gradients {
-  Tensor out;      // rows as the output's, or undefined
-  int64_t column;  // of `out`, where this direction's begin
-  Tensor h, c;     // [B, Hy], [B, H]: of the last states, then of the first
-  Tensor input;    // [N, D], or undefined: not wanted
+  Tensor out;        // rows as the output's, or undefined
+  int64_t column;    // of `out`, where this direction's begin
+  Tensor h, c;       // [B, Hy], [B, H]: of the last states, then of the first
+  Tensor input;      // [N, D], or undefined: not wanted
   bool add_input;    // to what `input` has
   bool takes_gates;  // see kTakesGates
   bool packed;

@@ -59,8 +59,8 @@ IValue TrainingStep::forward(StepObserver& observer) {
   // runs before it) do so here.
   std::vector<IValue> inputs;
   for (auto& v : s.inputs)
-    inputs.push_back(map_tensors(
-        v, [](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); }));
+    inputs.push_back(
+        map_tensors(v, [](const at::Tensor& t) { return t.detach().clone().requires_grad_(t.requires_grad()); }));
   for (auto& p : s.parameters) p.mutable_grad().zero_();
   if (s.options.input_grad)
     for (auto& t : floating_tensors(c10::ivalue::Tuple::create(inputs))) {
