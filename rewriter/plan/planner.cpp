@@ -173,8 +173,7 @@ Choice Planner::Impl::try_smallest(bool offload, Choice smallest) {
         timed([&] { return smallest_choice(offload ? model() : without_link(model()), smallest, options.solver); });
     if (!found || !tried.insert(found->choice).second) break;
     smallest = found->choice;
-    const auto slots = predicted_bytes(model(), smallest);
-    const double predicted = slots.empty() ? 0 : *std::max_element(slots.begin(), slots.end());
+    const double predicted = predicted_peak(model(), smallest);
     if (static_cast<double>(try_choice(smallest).memory.peak) <= kAsPredicted * predicted) break;
   }
   return smallest;
