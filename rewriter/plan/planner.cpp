@@ -161,23 +161,16 @@ Planner::Planner(Module& original, Module& module, std::vector<Site> sites, cons
 
 Planner::~Planner() = default;
 
-// The choice with the smallest peak, of a few that were measured one after the other, until one needs what was
-// predicted of it: then no other is predicted to need less. Of those with one predicted peak it is the fastest: what
-// recomputes without need may need more than is predicted.
+// The choice with the smallest peak, of a few that were measured one after the other.
 Choice Planner::Impl::try_smallest(bool offload, Choice smallest) {
-  constexpr double kAsPredicted = 1.003, kSeconds = 10;
   std::set<Choice> tried;
-  const double before = solving;
-  for (int i = 0; i < 3 || (i < 12 && solving - before < kSeconds); ++i) {
+  for (int i = 0; i < 3; ++i) {
     say("planning: the smallest budget");
-    const StepModel from = offload ? model() : without_link(model());
-    const auto least = timed([&] { return smallest_choice(from, smallest, options.solver); });
-    if (!least) break;
-    const double peak = predicted_peak(from, least->choice);
-    const auto fastest = timed([&] { return fastest_choice(from, peak, least->choice, options.solver); });
-    smallest = fastest ? fastest->choice : least->choice;
-    if (!tried.insert(smallest).second || static_cast<double>(try_choice(smallest).memory.peak) <= kAsPredicted * peak)
-      break;
+    const auto found =
+        timed([&] { return smallest_choice(offload ? model() : without_link(model()), smallest, options.solver); });
+    if (!found || !tried.insert(found->choice).second) break;
+    smallest = found->choice;
+    try_choice(smallest);
   }
   return smallest;
 }
