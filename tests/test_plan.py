@@ -312,7 +312,7 @@ def test_resnet(files):
     assert_close(step(double(out), x), step(double(files.model("resnet18")), x))
 
 
-def test_attention_is_recomputed(files):
+def test_attention_is_recomputed(files, tmp_path):
     """Fused, or spelled out."""
     spec = "8x3x64x64"
     enough = ["--solve-seconds", "60"]  # beside other work too
@@ -323,8 +323,13 @@ def test_attention_is_recomputed(files):
         if len(smallest) == 1:
             break
     assert len(smallest) == 1, "the smallest budget depends on the one that was asked for"
-    out, report = files.planned("attention", "60%", spec, *enough)
-    p = report["predicted"]
+    out, report = tmp_path / "out.pt", tmp_path / "report.json"
+    for _ in range(4):
+        done = run("rewrite", files.model("attention"), "-o", out, "--input", spec, "--budget", *smallest, "--json", report, *enough)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stderr
+    p = json.loads(report.read_text())["predicted"]
     assert {"tsmem::linear", "tsmem::matmul"} <= {site["op"] for site in p["run_again"]}
     assert peak(out, spec) <= p["budget"]
     x = torch.randn(numbers(spec), dtype=torch.float64)
