@@ -3,15 +3,16 @@
 Dynamo of torch 2.15 does so by itself for a backend like this one.
 """
 import operator
+from typing import Any, Dict, List
 
 import torch
 from torch import fx
 
 
-def _copied(gm: fx.GraphModule, body: fx.GraphModule, call: fx.Node) -> list:
+def _copied(gm: fx.GraphModule, body: fx.GraphModule, call: fx.Node) -> List[Any]:
     """The body's nodes before `call`, with its operands; what they result in."""
     operands = iter(call.args[2:])  # behind the body and its name
-    values = {}
+    values: Dict[fx.Node, fx.Node] = {}
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op == "placeholder":
