@@ -931,6 +931,21 @@ def test_what_lies_around_transforms_of_torch_func_is_rewritten(caplog):
     assert caplog.text.count("bn-act") == 2 and "as it is" not in caplog.text
 
 
+class WritesInTransform(Transforms):
+    """To what a layer before it has made, unseen: the tensor that is overwritten wraps it."""
+
+    def forward(self, x):
+        y = self.a[0](x)
+        z = self.b[0](torch.cat([y[:, :4], y[:, 4:].relu()], 1)) + self.b[0](y.relu())
+        torch.vmap(lambda a: a.mul_(0.5))(y.detach())
+        return self.end(z)
+
+
+def test_a_write_inside_a_transform_of_torch_func_leaves_the_graph_as_it_is(caplog):
+    check(WritesInTransform(), strict=False)
+    assert "mul_ overwrites a tensor inside a transform of torch.func, so it runs as it is" in caplog.text
+
+
 def test_nothing_but_a_transform_of_torch_func(caplog):
     def f(x):
         return torch.func.grad(lambda y: y.sin().sum())(x)

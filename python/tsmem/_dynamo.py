@@ -22,7 +22,7 @@ from ._error import Error
 from ._graph import DATA, State, build, describe, memory_of
 from ._regions import put_back_regions
 from ._session import call_library, read_report, split_options
-from ._writes import Writes, memory, name_of
+from ._writes import Writes, is_in_place, memory, name_of
 
 log = logging.getLogger("tsmem")
 
@@ -61,6 +61,17 @@ def _of_transform(node: fx.Node) -> bool:
     return node.op == "call_function" and "functorch" in (getattr(node.target, "__module__", None) or "")
 
 
+def _inside_transforms(gm: fx.GraphModule) -> List[fx.Node]:
+    """What lies between begin and end of torch.func's transforms, and these."""
+    inside, depth = [], 0
+    for node in _inner(gm):
+        if _of_transform(node):
+            depth += node.target.__name__.endswith("_increment_nesting") - node.target.__name__.endswith("_decrement_nesting")
+        if depth or _of_transform(node):
+            inside.append(node)
+    return inside
+
+
 def _is_plain(node: fx.Node) -> bool:
     """An operator on tensors and numbers, and no operator on functions, none of Dynamo's own functions, and not the border of a block: what sets a
     mode (autocast, no_grad, inference_mode, the backends of attention), or puts it back, takes and gives neither."""
@@ -80,7 +91,11 @@ def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
 
 
 def _stays(gm: fx.GraphModule) -> Optional[str]:
-    """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told."""
+    """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told; of what is overwritten
+    inside a transform of torch.func nobody knows whose memory it is."""
+    for node in _inside_transforms(gm):
+        if is_in_place(node):
+            return f"{name_of(node)} overwrites a tensor inside a transform of torch.func"
     for node in _inner(gm):
         # Of `x.data = y` Dynamo makes the one in torch 2.11, the other in 2.15.
         if node.op == "call_function" and name_of(node) in ("set_", "shallow_copy_data_") and _used_before(node.args[0], node):
@@ -110,14 +125,12 @@ def _refuse_written_data(aten: fx.GraphModule) -> None:
 def _runs(gm: fx.GraphModule) -> List[List[fx.Node]]:
     """The nodes between borders, of those parts that run with gradients, outside torch.func's transforms."""
     runs: List[List[fx.Node]] = [[]]
-    odd, grad, transforms = set(), True, 0
+    odd, grad = set(_inside_transforms(gm)), True
     inference = set()  # the modes that were entered and not left
     for node in _inner(gm):
-        if _is_plain(node) and not transforms and not (node.target is operator.getitem and node.args[0] in odd):
+        if _is_plain(node) and node not in odd and not (node.target is operator.getitem and node.args[0] in odd):
             runs[-1].append(node)
             continue
-        if _of_transform(node):
-            transforms += node.target.__name__.endswith("_increment_nesting") - node.target.__name__.endswith("_decrement_nesting")
         odd.add(node)
         if runs[-1] and (inference or not grad):
             runs.pop()

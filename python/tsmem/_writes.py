@@ -24,7 +24,7 @@ def name_of(node: fx.Node) -> str:
     return (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).split(".")[0]
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     if _IN_PLACE.fullmatch(name_of(node)):
@@ -39,7 +39,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that a node overwrites, by its name: it is Python's as yet, and has no schema."""
-    if _is_in_place(node):
+    if is_in_place(node):
         yield from _nodes(node.args[:1])
     yield from _nodes(node.kwargs.get("out"))
     given = _nodes(node.args)
