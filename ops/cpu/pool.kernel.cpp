@@ -123,8 +123,11 @@ struct Together {
         width(a.w.out + (a.w.window - 1) * a.w.dilation / greater(1, a.w.stride)),
         more((a.h.window - 1) * a.h.dilation / greater(1, a.h.stride)),
         most(kPut / (greater(1, parts) * width) - more) {}
+  // Where windows overlap: else each pixel is read once as it is. Taking float64 apart costs more than it gains.
   bool fits(const PoolArgs& a) const {
-    return a.d.in == 1 && a.d.out == 1 && parts > 0 && a.w.out < kBlock && most > 0;
+    const bool overlap = a.w.stride < a.w.window && a.h.stride <= a.h.window;
+    return a.d.in == 1 && a.d.out == 1 && parts > 0 && (a.dtype != Dtype::f64 || parts == 1) && overlap &&
+           a.w.out < kBlock && most > 0;
   }
 };
 
