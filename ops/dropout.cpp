@@ -8,8 +8,12 @@
 // training and on empty tensors PyTorch's ops draw nothing, and are called as they are; with p 0 or 1 they draw nothing
 // either, but TorchScript's own derivative does (aten::native_dropout): `draws` tells which one is replaced.
 //
-// CUDA's plain dropout is one kernel that draws in its own order, aten::_fused_dropout: backward runs it on the
-// gradient. While a CUDA graph is captured, whose replays move the counter, PyTorch's ops are called.
+// CUDA's plain dropout has a kernel of its own (cuda/dropout.h), which computes an element's noise from a seed and a
+// counter that lie on the device: so it can be captured in a CUDA graph too, whose replays move the counter. For the
+// other dropouts PyTorch's ops are called while one is captured.
+#include <array>
+#include <atomic>
+
 #include "generator.h"
 #include "recompute.h"
 #include "registration.h"
@@ -109,43 +113,90 @@ struct Dropout : torch::autograd::Function<Dropout> {
   }
 };
 
-// What CUDA's plain dropout is drawn again from. The order of its draws depends on the sizes, the strides, the dtype
-// and on whether memory is aligned.
+// CUDA's plain dropout: what its noise is computed from again, where it is needed.
 struct Fused {
-  Tensor state;
+  Tensor state;  // seed and counter, on the device
   double p;
+  int64_t group;  // elements that a thread draws together
   std::vector<int64_t> strides;
 };
 
-bool fits_fused(const Tensor& x) {
-  return x.is_non_overlapping_and_dense() && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+const c10::OperatorHandle& fused_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_fused_dropout", "");
+  return op;
 }
 
-// x times the noise that was drawn from n.state, scaled.
-Tensor fused_again(const Fused& n, const Tensor& x) {
-  const bool same = x.strides() == at::IntArrayRef(n.strides) && fits_fused(x);
-  return std::get<0>(at::_fused_dropout(same ? x : at::empty_strided(x.sizes(), n.strides, x.options()).copy_(x),
-                                        1 - n.p, generator_at(n.state, x.device())));
+// Whether PyTorch's kernel on x's device draws as ours does: tried once a device, and not while a graph is captured.
+bool draws_as_pytorch(const Tensor& x) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_draws_as_pytorch", "").typed<bool(const Tensor&)>();
+  if (!x.is_cuda()) return true;  // emulated (tests/cuda)
+  enum { unknown, same, other };
+  static std::array<std::atomic<int>, 256> found{};
+  std::atomic<int>& here = found.at(static_cast<size_t>(x.get_device()));
+  if (here == unknown) {
+    if (graph_offset(x) >= 0) return false;
+    at::NoGradGuard no_grad;
+    here = op.call(x) ? same : other;
+    if (here == other)
+      TORCH_WARN(
+          "tsmem: this PyTorch's dropout draws in another order than those that tsmem knows: its own runs, which ",
+          "keeps a mask of a byte an element.");
+  }
+  return here == same;
 }
+
+bool fits_fused(const Tensor& x) {
+  return !x.is_meta() && !x.key_set().has(c10::DispatchKey::Python) && has_kernel(fused_op(), x) &&
+         x.is_non_overlapping_and_dense() && draws_as_pytorch(x);
+}
+
+// x times the noise that was drawn, scaled.
+Tensor fused_again(const Fused& n, const Tensor& x) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::_fused_dropout_again", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, double, int64_t, at::IntArrayRef)>();
+  return op.call(x, n.state, n.p, n.group, n.strides);
+}
+
+void save(AutogradContext* ctx, const Fused& n) {
+  ctx->set_materialize_grads(false);
+  ctx->save_for_backward({n.state});
+  ctx->saved_data["p"] = n.p;
+  ctx->saved_data["group"] = n.group;
+  ctx->saved_data["strides"] = n.strides;
+}
+
+Fused restore(AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  return {ctx->get_saved_variables()[0], data["p"].toDouble(), data["group"].toInt(), data["strides"].toIntVector()};
+}
+
+// A product with noise is its own derivative.
+struct FusedAgain : torch::autograd::Function<FusedAgain> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Fused* noise) {
+    save(ctx, *noise);
+    return fused_again(*noise, x);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(2);
+    const Fused noise = restore(ctx);
+    return {apply(grads[0], &noise), Tensor()};
+  }
+};
 
 struct FusedDropout : torch::autograd::Function<FusedDropout> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Fused* used) {
-    ctx->set_materialize_grads(false);
-    Tensor out;
-    const Tensor state = draw_by_copy(
-        input, [&](const at::Generator& own) { out = std::get<0>(at::_fused_dropout(input, 1 - p, own)); });
-    *used = {state, p, input.strides().vec()};
-    ctx->save_for_backward({used->state});
-    ctx->saved_data["p"] = p;
-    ctx->saved_data["strides"] = used->strides;
+    static const auto op = fused_op().typed<std::tuple<Tensor, Tensor, int64_t>(const Tensor&, double)>();
+    auto [out, state, group] = op.call(input, p);
+    *used = {state, p, group, input.strides().vec()};
+    save(ctx, *used);
     return out;
   }
-
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(3);
-    auto& data = ctx->saved_data;
-    const Fused again{ctx->get_saved_variables()[0], data["p"].toDouble(), data["strides"].toIntVector()};
-    return {fused_again(again, grads[0]), Tensor(), Tensor()};
+    const Fused noise = restore(ctx);
+    return {FusedAgain::apply(grads[0], &noise), Tensor(), Tensor()};
   }
 };
 
@@ -172,11 +223,11 @@ bool makes_noise_again(const Tensor& x) {
 
 template <Kind kind>
 Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recompute) {
-  const bool fused = kind == Kind::plain && input.is_cuda();
-  const bool ours = train && p > 0 && p < 1 && makes_noise_again(input) && input.numel() > 0 &&
-                    (!per_feature(kind) || input.dim() >= 2) && needs_grad(input) && plain(input) &&
-                    (!fused || fits_fused(input));
-  if (!ours) return aten_dropout(kind, input, p, train);
+  const bool saves = train && p > 0 && p < 1 && input.numel() > 0 && (!per_feature(kind) || input.dim() >= 2) &&
+                     needs_grad(input) && plain(input);
+  const bool fused = saves && kind == Kind::plain && fits_fused(input);
+  const bool other = kind == Kind::plain && input.is_cuda();  // what can't be computed again there keeps its mask
+  if (!fused && (!saves || other || !makes_noise_again(input))) return aten_dropout(kind, input, p, train);
   if (fused) {
     Fused drawn;
     const Tensor out = FusedDropout::apply(input, p, &drawn);
@@ -185,7 +236,7 @@ Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recomput
       offer(
           out, {input, state},
           [drawn](std::vector<Tensor>& operands, const std::vector<bool>&) {
-            return fused_again({operands[1], drawn.p, drawn.strides}, operands[0]);
+            return fused_again({operands[1], drawn.p, drawn.group, drawn.strides}, operands[0]);
           },
           recompute);
     }
@@ -236,6 +287,11 @@ Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute,
 
 void register_dropout(torch::Library& m) {
   m.def("_graph_offset(Tensor x) -> int");  // graph_offset(), on CUDA
+  // aten::dropout of training on a dense CUDA tensor that is not empty, 0 < p < 1: its output, seed and counter, and
+  // how many elements a thread drew together. Then the same noise times another tensor, as if that had x's strides.
+  m.def("_fused_dropout(Tensor x, float p) -> (Tensor, Tensor, int)");
+  m.def("_fused_dropout_again(Tensor x, Tensor state, float p, int group, int[] strides) -> Tensor");
+  m.def("_draws_as_pytorch(Tensor x) -> bool");  // whether that is so on x's device, with this PyTorch
   // Moves the counter of CUDA's default generator on x's device, whose mutex the caller holds.
   m.def("_move_counter(Tensor x, int by) -> ()");
   // `draw` is a new, empty list in each call, which is said to be written to: so TorchScript's CSE does not merge two

@@ -8,6 +8,7 @@ namespace tsmem::cuda {
 void implement_norm(torch::Library& m);
 void implement_pool(torch::Library& m);
 void implement_mask(torch::Library& m);
+void implement_dropout(torch::Library& m);
 void implement_graph(torch::Library& m);
 
 }  // namespace tsmem::cuda

@@ -5,5 +5,6 @@ TORCH_LIBRARY_IMPL(tsmem, CUDA, m) {
   tsmem::cuda::implement_norm(m);
   tsmem::cuda::implement_pool(m);
   tsmem::cuda::implement_mask(m);
+  tsmem::cuda::implement_dropout(m);
   tsmem::cuda::implement_graph(m);
 }

@@ -98,7 +98,7 @@ struct Room {
 constexpr unsigned kRooms = kFindsRaces ? 4 : 1;
 
 struct State {
-  Dim thread, block, block_size;
+  Dim thread, block, block_size, grid;
   Room rooms[kRooms];  // never moved: a context points into itself
   Room* room = nullptr;
   ucontext_t scheduler_context;
@@ -228,6 +228,7 @@ TSMEM_UNSEEN inline void run(int64_t blocks, unsigned x, unsigned y, const std::
   const unsigned threads = x * y;
   if (threads == 0 || threads > kMostThreads) stuck("a block has 1 to 1024 threads");
   s.block_size = {x, y};
+  s.grid = {static_cast<unsigned>(blocks), 1};
   s.body = &body;
   s.host = current();
   const bool all = s.only_first < 0 && s.only_last < 0;
@@ -268,6 +269,7 @@ TSMEM_UNSEEN inline void* shared(const void* name, size_t size) {
 #define threadIdx (emulate::state().thread)
 #define blockIdx (emulate::state().block)
 #define blockDim (emulate::state().block_size)
+#define gridDim (emulate::state().grid)
 
 inline void __syncthreads() { emulate::wait(emulate::Wait::block); }
 

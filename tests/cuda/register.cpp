@@ -11,6 +11,7 @@ void implement(torch::Library& m) {
   tsmem::cuda::implement_norm(m);
   tsmem::cuda::implement_pool(m);
   tsmem::cuda::implement_mask(m);
+  tsmem::cuda::implement_dropout(m);
 }
 
 constexpr const char* kNames[] = {"_act_mask",
@@ -23,7 +24,9 @@ constexpr const char* kNames[] = {"_act_mask",
                                   "_batch_norm_act_max_pool2d_forward",
                                   "_batch_norm_act_max_pool2d_backward",
                                   "_batch_norm_act_max_pool2d_apply",
-                                  "_scale_grad"};
+                                  "_scale_grad",
+                                  "_fused_dropout",
+                                  "_fused_dropout_again"};
 }  // namespace
 
 TORCH_LIBRARY(tsmem_emulated, m) {
