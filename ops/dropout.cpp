@@ -269,8 +269,9 @@ Tensor run_dropout_effect(const Tensor& input, double p, bool train, bool draws,
 }
 
 Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute,
-                   const c10::List<int64_t>&) {
-  return run_dropout_effect(input, p, train, draws, recompute);
+                   const c10::List<int64_t>& draw) {
+  const Tensor out = run_dropout_effect(input, p, train, draws, recompute);
+  return !draw.empty() && out.is_same(input) && needs_grad(input) ? out.clone() : out;
 }
 
 template <Kind kind>
@@ -295,7 +296,8 @@ void register_dropout(torch::Library& m) {
   // Moves the counter of CUDA's default generator on x's device, whose mutex the caller holds.
   m.def("_move_counter(Tensor x, int by) -> ()");
   // `draw` is a new, empty list in each call, which is said to be written to: so TorchScript's CSE does not merge two
-  // draws, and a draw that nothing uses goes as aten's would.
+  // draws, and a draw that nothing uses goes as aten's would. One that is not empty asks for a new tensor where a
+  // gradient is needed and nothing is dropped, as TorchScript's own derivative (native_dropout) makes one.
   m.def("dropout(Tensor input, float p, bool train, bool draws, int recompute, int[](a!) draw) -> Tensor",
         TORCH_FN(run_dropout));
   m.def("feature_dropout(Tensor input, float p, bool train, int recompute, int[](a!) draw) -> Tensor",

@@ -21,7 +21,7 @@ static auto identity(const FoundMatch& f, const std::vector<Place>& nodes) {
   std::vector<std::pair<const Scope*, Node*>> places;
   for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
   return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten, f.in_place, f.act_in_place,
-                         f.draws_for_others);
+                         f.draws_for_others, f.makes_new);
 }
 
 // Where a callee's place is in a caller's view, in which the callee was entered by `call`; null where it was not
@@ -199,8 +199,12 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   if (takes(line.op, "act_in_place")) arguments.push_back(g.insertConstant(f.act_in_place));
   if (takes(line.op, "in_place")) arguments.push_back(g.insertConstant(f.in_place));
   // Without that list the overload is called that counts as having an effect, and which nobody removes.
-  if (takes(line.op, "draw") && !f.draws_for_others)
-    arguments.push_back(g.insertNode(g.createList(IntType::get(), {}))->output());
+  // One that is not empty asks for a new tensor.
+  if (takes(line.op, "draw") && !f.draws_for_others) {
+    std::vector<Value*> elements;
+    if (f.makes_new) elements.push_back(g.insertConstant(1));
+    arguments.push_back(g.insertNode(g.createList(IntType::get(), elements))->output());
+  }
   add_defaults(g, line.op, arguments);
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());

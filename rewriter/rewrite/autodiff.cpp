@@ -162,6 +162,28 @@ bool overwrites(const Node* n) {
          n->input(0)->node()->kind() != prim::GetAttr;
 }
 
+// A dropout that drops nothing or all, as far as is known.
+bool may_draw_for_nothing(const Node* n) {
+  static const Symbol ours = Symbol::fromQualString("tsmem::dropout");
+  if (n->kind() != aten::dropout && n->kind() != ours) return false;
+  const auto p = toIValue(n->input(1));
+  return !(p && p->isDouble() && p->toDouble() > 0 && p->toDouble() < 1);
+}
+
+// How many dropouts draw for nothing when TorchScript has differentiated a graph in which others draw: those that it
+// differentiates, and our own that do as those would have.
+size_t draw_for_nothing(const View& view) {
+  size_t count = 0, others = 0;
+  each_node(view.graph->block(), [&](Node* n) { others += draws_as_run(n) && !may_draw_for_nothing(n); });
+  if (others == 0) return 0;
+  const auto differentiated = differentiated_dropouts(view);
+  each_node(view.graph->block(), [&](Node* n) {
+    if (may_draw_for_nothing(n))
+      count += n->kind() == aten::dropout ? differentiated.count(n) : toIValue(n->input(3)) == c10::IValue(true);
+  });
+  return count;
+}
+
 // What TorchScript's groups change that can be seen from outside.
 struct Seen {
   std::vector<std::string> as_written, as_run;  // what draws random numbers, in its order
@@ -211,6 +233,10 @@ Seen seen(const View& view) {
 std::string regrouped(const View& original, const View& rewritten) {
   if (!may_be_seen(*rewritten.graph)) return "";
   const Seen after = seen(rewritten);
+  if (draw_for_nothing(original) != draw_for_nothing(rewritten))
+    return "TorchScript would draw for other dropouts that drop nothing than in the original, and what draws after "
+           "them "
+           "would draw other numbers";
   if (after.overwritten.empty() && after.as_run == after.as_written) return "";
   const Seen before = seen(original);
   for (const auto& [where, what] : after.overwritten)

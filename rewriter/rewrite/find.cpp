@@ -86,6 +86,18 @@ std::map<std::pair<const Scope*, Node*>, bool> drawing_dropouts(const View& view
   return found;
 }
 
+// Leaves dropouts alone whose result may be their argument and is overwritten, but for those that TorchScript
+// differentiates: its derivative makes a tensor.
+void leave_overwritten(MatchResult& matched, const View& view) {
+  std::erase_if(matched.found, [&](const FoundMatch& f) {
+    if (!f.makes_new || f.draws) return false;
+    const Place& p = f.nodes.back();
+    matched.refused.push_back(
+        {f.pattern, f.scope, overwritten_input(name_of(view, view.copies.at({p.scope, p.node})))});
+    return true;
+  });
+}
+
 // Of these, those in modules that run again, which the rewritten module's own code does not show.
 std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(
     const std::map<std::pair<const Scope*, Node*>, bool>& drawing, const ModuleClass& c, const Selection& selection,
@@ -185,6 +197,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   if (selection.options.runs_eagerly) {
     for (FoundMatch& found : result.matched.found)
       if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
+    leave_overwritten(result.matched, view);
     return result;
   }
   std::map<std::pair<const Scope*, Node*>, bool> drawing;
@@ -199,6 +212,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
+  leave_overwritten(result.matched, view);
   return result;
 }
 

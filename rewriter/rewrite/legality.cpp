@@ -21,8 +21,8 @@ Value* value_of(const CompiledRule& rule, const Attempt& a, const std::string& n
   return a.nodes[made->second]->output(std::find(outs.begin(), outs.end(), name) - outs.begin());
 }
 
-// A dropout with p = 0, or in evaluation. TorchScript's own makes a tensor where it differentiates it: what
-// overwrites that may be what a view must not be given to, or what backward needs of the operator before.
+// A dropout with p = 0, or in evaluation. What overwrites its result may be what a view must not be given to, or what
+// backward needs of the operator before.
 bool gives_its_input(const Node* n) {
   if (!is_dropout(n->kind())) return false;
   const auto p = toIValue(n->input(1)), train = toIValue(n->input(2));
@@ -94,6 +94,12 @@ bool is_result(const Value* v, const Attempt& a) {
 
 }  // namespace
 
+bool gives_overwritten_input(const Node* n) { return gives_its_input(n) && overwritten(n->output()); }
+
+std::string overwritten_input(const std::string& name) {
+  return fmt::format("where {} drops nothing, its result is its argument, and it is overwritten", name);
+}
+
 std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const {
   for (size_t i = 0; i < a.nodes.size(); ++i) {
     if (!a.ops[i].trouble.empty()) return fmt::format("{}: {}", name_of(a.nodes[i]), a.ops[i].trouble);
@@ -120,8 +126,8 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
   for (size_t i = 0; i < a.nodes.size(); ++i)
     if (a.ops[i].in_place)
       if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
-  if (gives_its_input(anchor) && overwritten(anchor->output()))
-    return fmt::format("where {} drops nothing, its result is its argument, and it is overwritten", name_of(anchor));
+  // TorchScript's own derivative of aten::dropout makes a tensor: find.cpp tells which have that.
+  if (anchor->kind() != aten::dropout && gives_overwritten_input(anchor)) return overwritten_input(name_of(anchor));
   if (auto reason = takes_none(rule, a); !reason.empty()) return reason;
   for (const std::string& name : rule.rule->intact) {
     Attempt kept = a;

@@ -28,4 +28,9 @@ class Legality {
   std::string writes(Node* n, const Attempt& a, bool in_between) const;
 };
 
+// Whether a dropout's result may be its argument, with p = 0 or in evaluation, and is overwritten; and how that is
+// said.
+bool gives_overwritten_input(const torch::jit::Node* dropout);
+std::string overwritten_input(const std::string& name);
+
 }  // namespace tsmem
