@@ -12,6 +12,7 @@
 #include "rewriter/rewrite/autodiff.h"
 #include "rewriter/rewrite/checkpoint.h"
 #include "rewriter/rewrite/containers.h"
+#include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/preoptimized.h"
 
