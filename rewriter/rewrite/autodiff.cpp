@@ -32,7 +32,9 @@ static void cut_views(Graph& graph, Block* block) {
     Node* n = *it++;
     for (Block* b : n->blocks()) cut_views(graph, b);
     const FunctionSchema* schema = n->maybeSchema();
-    if (!schema || schema->is_mutable() || n->outputs().size() != 1 || !schema->returns()[0].alias_info()) continue;
+    if (!schema || schema->is_mutable() || n->outputs().size() != 1 || schema->returns().size() != 1 ||
+        !schema->returns()[0].alias_info())
+      continue;
     n->output()->replaceAllUsesWith(graph.addInput()->copyMetadata(n->output()));
     n->destroy();
   }
@@ -170,18 +172,28 @@ bool may_draw_for_nothing(const Node* n) {
   return !(p && p->isDouble() && p->toDouble() > 0 && p->toDouble() < 1);
 }
 
-// How many dropouts draw for nothing when TorchScript has differentiated a graph in which others draw: those that it
-// differentiates, and our own that do as those would have.
+// How many dropouts draw for nothing when TorchScript has differentiated a graph: those that it differentiates, and our
+// own that do as those would have.
 size_t draw_for_nothing(const View& view) {
-  size_t count = 0, others = 0;
-  each_node(view.graph->block(), [&](Node* n) { others += draws_as_run(n) && !may_draw_for_nothing(n); });
-  if (others == 0) return 0;
+  size_t count = 0;
   const auto differentiated = differentiated_dropouts(view);
   each_node(view.graph->block(), [&](Node* n) {
     if (may_draw_for_nothing(n))
       count += n->kind() == aten::dropout ? differentiated.count(n) : toIValue(n->input(3)) == c10::IValue(true);
   });
   return count;
+}
+
+// Whether other numbers than a random number generator's state depend on what is drawn for nothing, in a graph that
+// shows all that draws.
+bool draws_beside(const View& view) {
+  static const Symbol checkpoint = Symbol::fromQualString("tsmem::checkpoint");
+  bool draws = false, hides = false;
+  each_node(view.graph->block(), [&](Node* n) {
+    draws |= draws_as_run(n) && !may_draw_for_nothing(n);
+    hides |= n->kind() == checkpoint;
+  });
+  return draws && !hides;
 }
 
 // What TorchScript's groups change that can be seen from outside.
@@ -233,7 +245,7 @@ Seen seen(const View& view) {
 std::string regrouped(const View& original, const View& rewritten) {
   if (!may_be_seen(*rewritten.graph)) return "";
   const Seen after = seen(rewritten);
-  if (draw_for_nothing(original) != draw_for_nothing(rewritten))
+  if (draws_beside(rewritten) && draw_for_nothing(original) != draw_for_nothing(rewritten))
     return "TorchScript would draw for other dropouts that drop nothing than in the original, and what draws after "
            "them "
            "would draw other numbers";
