@@ -21,7 +21,7 @@ static auto identity(const FoundMatch& f, const std::vector<Place>& nodes) {
   std::vector<std::pair<const Scope*, Node*>> places;
   for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
   return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten, f.in_place, f.act_in_place,
-                         f.draws_for_others, f.makes_new);
+                         f.draws_for_others, f.makes_new.empty());
 }
 
 // Where a callee's place is in a caller's view, in which the callee was entered by `call`; null where it was not
@@ -202,7 +202,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   // One that is not empty asks for a new tensor.
   if (takes(line.op, "draw") && !f.draws_for_others) {
     std::vector<Value*> elements;
-    if (f.makes_new) elements.push_back(g.insertConstant(1));
+    if (!f.makes_new.empty()) elements.push_back(g.insertConstant(1));
     arguments.push_back(g.insertNode(g.createList(IntType::get(), elements))->output());
   }
   add_defaults(g, line.op, arguments);

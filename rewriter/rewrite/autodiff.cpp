@@ -184,18 +184,6 @@ size_t draw_for_nothing(const View& view) {
   return count;
 }
 
-// Whether other numbers than a random number generator's state depend on what is drawn for nothing, in a graph that
-// shows all that draws.
-bool draws_beside(const View& view) {
-  static const Symbol checkpoint = Symbol::fromQualString("tsmem::checkpoint");
-  bool draws = false, hides = false;
-  each_node(view.graph->block(), [&](Node* n) {
-    draws |= draws_as_run(n) && !may_draw_for_nothing(n);
-    hides |= n->kind() == checkpoint;
-  });
-  return draws && !hides;
-}
-
 // What TorchScript's groups change that can be seen from outside.
 struct Seen {
   std::vector<std::string> as_written, as_run;  // what draws random numbers, in its order
@@ -242,13 +230,22 @@ Seen seen(const View& view) {
 
 }  // namespace
 
+bool draws_beside(const View& view) {
+  static const Symbol checkpoint = Symbol::fromQualString("tsmem::checkpoint");
+  bool draws = false, hides = false;
+  each_node(view.graph->block(), [&](Node* n) {
+    draws |= draws_as_run(n) && !may_draw_for_nothing(n);
+    hides |= n->kind() == checkpoint;
+  });
+  return draws && !hides;
+}
+
 std::string regrouped(const View& original, const View& rewritten) {
   if (!may_be_seen(*rewritten.graph)) return "";
   const Seen after = seen(rewritten);
   if (draws_beside(rewritten) && draw_for_nothing(original) != draw_for_nothing(rewritten))
-    return "TorchScript would draw for other dropouts that drop nothing than in the original, and what draws after "
-           "them "
-           "would draw other numbers";
+    return "TorchScript would draw for other dropouts that drop nothing than in the original, and the dropouts after "
+           "them would draw other numbers";
   if (after.overwritten.empty() && after.as_run == after.as_written) return "";
   const Seen before = seen(original);
   for (const auto& [where, what] : after.overwritten)

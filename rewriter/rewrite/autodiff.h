@@ -13,6 +13,10 @@ namespace tsmem {
 // behind another: then the draws of others are those of its first call only if nothing is drawn for nothing.
 std::unordered_set<const Node*> differentiated_dropouts(const View& view);
 
+// Whether other numbers than a random number generator's state depend on what is drawn for nothing, in a view that
+// shows all that draws.
+bool draws_beside(const View& view);
+
 // What the groups of a rewritten method's view do that those of its original's do not, as a sentence for a refusal;
 // empty where there is nothing. Our operators are in no group, so that others may come together that were apart.
 std::string regrouped(const View& original, const View& rewritten);

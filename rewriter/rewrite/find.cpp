@@ -87,14 +87,12 @@ std::map<std::pair<const Scope*, Node*>, bool> drawing_dropouts(const View& view
   return found;
 }
 
-// Leaves dropouts alone whose result may be their argument and is overwritten, but for those that TorchScript
-// differentiates: its derivative makes a tensor.
-void leave_overwritten(MatchResult& matched, const View& view) {
+// Leaves dropouts alone whose result may be their argument and is overwritten. `all`: also those that TorchScript
+// differentiates, whose derivative makes a tensor and draws, for numbers that others draw after them.
+void leave_overwritten(MatchResult& matched, bool all) {
   std::erase_if(matched.found, [&](const FoundMatch& f) {
-    if (!f.makes_new || f.draws) return false;
-    const Place& p = f.nodes.back();
-    matched.refused.push_back(
-        {f.pattern, f.scope, overwritten_input(name_of(view, view.copies.at({p.scope, p.node})))});
+    if (f.makes_new.empty() || (f.draws && !all)) return false;
+    matched.refused.push_back({f.pattern, f.scope, overwritten_input(f.makes_new)});
     return true;
   });
 }
@@ -198,7 +196,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   if (selection.options.runs_eagerly) {
     for (FoundMatch& found : result.matched.found)
       if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
-    leave_overwritten(result.matched, view);
+    leave_overwritten(result.matched, /*all=*/true);
     return result;
   }
   std::map<std::pair<const Scope*, Node*>, bool> drawing;
@@ -213,7 +211,8 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
-  leave_overwritten(result.matched, view);
+  leave_overwritten(result.matched, /*all=*/false);
+  result.draws = draws_beside(view);
   return result;
 }
 
@@ -252,6 +251,8 @@ Results match_methods(const Module& module, const Selection& selection, Scopes& 
     }
   }
   draw_as_callers(results);
+  if (std::none_of(results.begin(), results.end(), [](const auto& r) { return r.second.draws; }))
+    for (auto& [method, result] : results) leave_overwritten(result.matched, /*all=*/true);
   return results;
 }
 

@@ -29,7 +29,7 @@ struct FoundMatch {
   int64_t in_place = 0;             // of a matched sum or product, with operands as matched: InPlace of ops/common.h
   bool act_in_place = false;        // the matched activation overwrites its input
   bool draws_for_others = false;    // a dropout that overwrites what others use too: it is there to stay
-  bool makes_new = false;           // a dropout whose result is overwritten: never its argument
+  std::string makes_new = {};       // a dropout whose result is overwritten, by name: never its argument
   bool overwritten = false;         // what it reads may be written to later: its output can't be recomputed from that
 };
 
