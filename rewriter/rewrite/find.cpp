@@ -165,8 +165,8 @@ void refuse_all(MatchResult& matched) {
 }
 
 // The matches of one method, in a view of all that it calls.
-Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
-                    const Contains& contains, Scopes& scopes) {
+Result match_method(const Method& method, const Graph& graph, const ModuleClass& c, const Selection& selection,
+                    const Attributes& attributes, const Contains& contains, Scopes& scopes) {
   Result result;
   if (!selection.checkpointed.empty()) {
     result.used = used_calls(graph, scopes);
@@ -212,7 +212,12 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
   leave_overwritten(result.matched, /*all=*/false);
-  result.draws = draws_beside(view);
+  if (draws_beside(view)) {
+    result.draws.insert(method);
+    for (const auto& [n, place] : view.places)
+      for (const Scope* s = place.scope; s; s = s->parent)
+        if (s->of_module) result.draws.insert({s->type.get(), s->method});
+  }
   return result;
 }
 
@@ -245,14 +250,16 @@ Results match_methods(const Module& module, const Selection& selection, Scopes& 
       const Method method{c.type.get(), f->name()};
       if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
       Result& result =
-          results.emplace(method, match_method(*function->graph(), c, selection, attributes, contains, scopes))
+          results.emplace(method, match_method(method, *function->graph(), c, selection, attributes, contains, scopes))
               .first->second;
       if (twice) refuse_all(result.matched);
     }
   }
   draw_as_callers(results);
-  if (std::none_of(results.begin(), results.end(), [](const auto& r) { return r.second.draws; }))
-    for (auto& [method, result] : results) leave_overwritten(result.matched, /*all=*/true);
+  std::set<Method> draw;
+  for (const auto& [method, result] : results) draw.insert(result.draws.begin(), result.draws.end());
+  for (auto& [method, result] : results)
+    if (!draw.count(method)) leave_overwritten(result.matched, /*all=*/true);
   return results;
 }
 
