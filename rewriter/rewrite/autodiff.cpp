@@ -57,11 +57,10 @@ void differentiate(std::shared_ptr<Graph>& graph) {
 // Tells each dropout in the graphs that the passes make.
 static double probability(size_t i) { return 0.25 + static_cast<double>(i) * 0x1p-30; }
 
-// One that draws random numbers: a dropout that may draw for nothing, else none.
+// One that draws random numbers: a dropout, else none.
 struct Drawing {
   const Node* source;  // in the view
   bool differentiated;
-  bool operator==(const Drawing& other) const { return source == other.source; }
 };
 
 // All that draw, in the order in which they run. `group`: whose block it is; null: none. `sources`: by number, which a
@@ -80,6 +79,25 @@ static void collect_drawings(Block* block, Node* group, const std::vector<const 
       for (size_t i = 0; i < sources.size(); ++i)
         if (value->toDouble() == probability(i)) found.back().source = sources[i];
   }
+}
+
+// A dropout's p, where that is known.
+static std::optional<double> known_probability(const Node* dropout) {
+  const auto p = toIValue(dropout->input(1));
+  return p && p->isDouble() ? std::optional(p->toDouble()) : std::nullopt;
+}
+
+// Before each that draws numbers which something is made of, and at the end: the dropouts that drop nothing or all. One
+// that may be either is both.
+static std::vector<std::set<const Node*>> between_others(const std::vector<Drawing>& drawings) {
+  std::vector<std::set<const Node*>> found(1);
+  for (const Drawing& d : drawings) {
+    const auto p = d.source ? known_probability(d.source) : std::nullopt;
+    const bool for_nothing = p && (*p == 0 || *p == 1);
+    if (d.source && (for_nothing || !p)) found.back().insert(d.source);
+    if (!for_nothing) found.emplace_back();
+  }
+  return found;
 }
 
 // As the profiling executor does before it looks for what to differentiate.
@@ -115,15 +133,9 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
   const auto as_run = drawings();
   for (const Drawing& d : as_run)
     if (d.differentiated && d.source) found.insert(d.source);
-  // The pass moves what it groups. Drawn for nothing in another place, numbers would shift those that others draw.
-  const auto for_nothing = [](std::vector<Drawing> all) {
-    for (Drawing& d : all)
-      if (d.source)
-        if (const auto p = toIValue(d.source->input(1)); p && p->isDouble() && p->toDouble() > 0 && p->toDouble() < 1)
-          d.source = nullptr;
-    return all;
-  };
-  if (for_nothing(as_written) != for_nothing(as_run)) found.clear();
+  // The pass moves what it groups. Drawn for nothing before or behind another than in the source, numbers would shift
+  // those that it draws.
+  if (between_others(as_written) != between_others(as_run)) found.clear();
   return found;
 }
 
@@ -168,8 +180,8 @@ bool overwrites(const Node* n) {
 bool may_draw_for_nothing(const Node* n) {
   static const Symbol ours = Symbol::fromQualString("tsmem::dropout");
   if (n->kind() != aten::dropout && n->kind() != ours) return false;
-  const auto p = toIValue(n->input(1));
-  return !(p && p->isDouble() && p->toDouble() > 0 && p->toDouble() < 1);
+  const auto p = known_probability(n);
+  return !p || *p == 0 || *p == 1;
 }
 
 // How many dropouts draw for nothing when TorchScript has differentiated a graph: those that it differentiates, and our

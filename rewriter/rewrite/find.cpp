@@ -87,11 +87,11 @@ std::map<std::pair<const Scope*, Node*>, bool> drawing_dropouts(const View& view
   return found;
 }
 
-// Leaves dropouts alone whose result may be their argument and is overwritten. `all`: also those that TorchScript
-// differentiates, whose derivative makes a tensor and draws, for numbers that others draw after them.
-void leave_overwritten(MatchResult& matched, bool all) {
+// Leaves dropouts alone whose result may be their argument and is overwritten, but for those that TorchScript
+// differentiates: its derivative makes a tensor, and draws.
+void leave_overwritten(MatchResult& matched) {
   std::erase_if(matched.found, [&](const FoundMatch& f) {
-    if (f.makes_new.empty() || (f.draws && !all)) return false;
+    if (f.makes_new.empty() || f.draws) return false;
     matched.refused.push_back({f.pattern, f.scope, overwritten_input(f.makes_new)});
     return true;
   });
@@ -165,8 +165,8 @@ void refuse_all(MatchResult& matched) {
 }
 
 // The matches of one method, in a view of all that it calls.
-Result match_method(const Method& method, const Graph& graph, const ModuleClass& c, const Selection& selection,
-                    const Attributes& attributes, const Contains& contains, Scopes& scopes) {
+Result match_method(const Graph& graph, const ModuleClass& c, const Selection& selection, const Attributes& attributes,
+                    const Contains& contains, Scopes& scopes) {
   Result result;
   if (!selection.checkpointed.empty()) {
     result.used = used_calls(graph, scopes);
@@ -196,7 +196,7 @@ Result match_method(const Method& method, const Graph& graph, const ModuleClass&
   if (selection.options.runs_eagerly) {
     for (FoundMatch& found : result.matched.found)
       if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
-    leave_overwritten(result.matched, /*all=*/true);
+    leave_overwritten(result.matched);
     return result;
   }
   std::map<std::pair<const Scope*, Node*>, bool> drawing;
@@ -211,13 +211,7 @@ Result match_method(const Method& method, const Graph& graph, const ModuleClass&
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
-  leave_overwritten(result.matched, /*all=*/false);
-  if (draws_beside(view)) {
-    result.draws.insert(method);
-    for (const auto& [n, place] : view.places)
-      for (const Scope* s = place.scope; s; s = s->parent)
-        if (s->of_module) result.draws.insert({s->type.get(), s->method});
-  }
+  leave_overwritten(result.matched);
   return result;
 }
 
@@ -250,16 +244,12 @@ Results match_methods(const Module& module, const Selection& selection, Scopes& 
       const Method method{c.type.get(), f->name()};
       if (!function || is_added_name(f->name()) || (selection.wanted && !selection.wanted->count(method))) continue;
       Result& result =
-          results.emplace(method, match_method(method, *function->graph(), c, selection, attributes, contains, scopes))
+          results.emplace(method, match_method(*function->graph(), c, selection, attributes, contains, scopes))
               .first->second;
       if (twice) refuse_all(result.matched);
     }
   }
   draw_as_callers(results);
-  std::set<Method> draw;
-  for (const auto& [method, result] : results) draw.insert(result.draws.begin(), result.draws.end());
-  for (auto& [method, result] : results)
-    if (!draw.count(method)) leave_overwritten(result.matched, /*all=*/true);
   return results;
 }
 

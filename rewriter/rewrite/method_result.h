@@ -16,7 +16,6 @@ namespace tsmem {
 
 // Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
-  std::set<Method> draws;  // this method and those it calls, where results depend on what is drawn (draws_beside)
   MatchResult matched;     // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;  // the places of the whole view
   std::unordered_set<const Scope*> dead;            // calls and branches with unused tensors in them

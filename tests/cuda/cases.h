@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/dropout.h"
 #include "cuda/mask.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
@@ -195,6 +196,22 @@ inline void masks(int64_t n, Dtype dtype, ActKind kind, int64_t offset = 0) {
   auto* mask = reinterpret_cast<uint8_t*>(memory.bytes(n / 8 + 1));
   mask_pack(dtype, act, x, y, mask, n, offset == 0, nullptr);
   mask_apply(dtype, act, x, mask, y, n, offset == 0, nullptr);
+}
+
+// Dropout, and its noise times another map; as many multiprocessors as `multiprocessors`.
+inline void dropouts(int64_t n, Dtype dtype, int64_t offset = 0, int64_t multiprocessors = 2) {
+  Memory memory(dtype, offset);
+  const int64_t size = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
+  const Spread spread = dropout_spread(n, size, offset == 0 ? 16 : size, multiprocessors, 512);
+  const void* x = memory.map(n);
+  void* out = memory.map(n);
+  auto* state = reinterpret_cast<int64_t*>(memory.bytes(16));
+  Draw draw;
+  draw.seed = 7, draw.counter = 4;
+  dropout(dtype, x, out, n, 0.7, draw, spread, state, offset == 0, nullptr);
+  Draw again;
+  again.seed_at = state, again.counter_at = state + 1;
+  dropout(dtype, out, out, n, 0.7, again, spread, nullptr, offset == 0, nullptr);
 }
 
 }  // namespace tsmem::cuda::cases

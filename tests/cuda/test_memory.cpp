@@ -43,6 +43,12 @@ TEST(Memory, MasksStayInTheirMaps) {
       for (const int64_t offset : {0, 1}) cases::masks(n, dtype, ActKind::relu, offset);
 }
 
+TEST(Memory, DropoutsStayInTheirMaps) {
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t n : {1, 1002, 1003, 9000})
+      for (const int64_t offset : {0, 1}) cases::dropouts(n, dtype, offset);
+}
+
 // What these tests are for is caught.
 TEST(Memory, AMapThatIsNotAlignedIsNoticed) {
   cases::Memory memory(Dtype::f32, 1);
@@ -231,6 +237,40 @@ TEST(Memory, LargeMasksReachBothEnds) {
   }
   mask_apply(Dtype::bf16, act, x.data(), bits, y.data(), n, true, nullptr);
   for (int64_t e : {int64_t{0}, int64_t{5}, n - 1, n - 7, n - 900}) EXPECT_EQ(y.at(e), std::max(x.at(e), 0.f)) << e;
+}
+
+// A thread draws once: the last of them for the last elements.
+TEST(Memory, LargeDropoutsReachBothEnds) {
+  const int64_t blocks = (int64_t{1} << 20) + 2, threads = blocks * kDropoutThreads;
+  for (const int64_t n : {8 * threads, 4 * 2 * threads - 1}) {
+    const bool single = n % 2 == 1;
+    Map x(n);
+    const Map out(n), again(n);
+    x.fill(0, 4096), x.fill(n - 4096, 4096);
+    const Spread spread = dropout_spread(n, 2, 16, single ? blocks : blocks / 2, 512);
+    ASSERT_EQ(spread.group, single ? 1 : 8);
+    ASSERT_EQ(spread.blocks, single ? 2 * blocks : blocks);
+    EXPECT_EQ(dropout_counter(n, spread), single ? 4 : 8);
+    Draw draw;
+    draw.seed = 11, draw.counter = 4;
+    int64_t state[2];
+    const EndsOnly ends;
+    dropout(Dtype::bf16, x.data(), out.data(), n, 0.5, draw, spread, state, true, nullptr);
+    EXPECT_EQ(state[0], 11);
+    EXPECT_EQ(state[1], 4);
+    Draw saved;
+    saved.seed_at = state, saved.counter_at = state + 1;
+    dropout(Dtype::bf16, x.data(), again.data(), n, 0.5, saved, spread, nullptr, true, nullptr);
+    int64_t kept = 0, of = 0;
+    for (int64_t e : {int64_t{0}, n - 200})
+      for (int64_t i = e; i < e + 200; ++i) {
+        if (x.at(i) == 0) continue;
+        EXPECT_TRUE(out.at(i) == 0 || out.at(i) == 2 * x.at(i)) << i;
+        EXPECT_EQ(out.at(i), again.at(i)) << i;
+        kept += out.at(i) != 0, ++of;
+      }
+    EXPECT_NEAR(static_cast<double>(kept) / of, 0.5, 0.15);
+  }
 }
 
 // Windows of 2 x 2, every one of two steps.

@@ -191,5 +191,12 @@ TEST(Races, MasksHaveNone) {
           EXPECT_EQ(races(in_order, [&] { cases::masks(n, dtype, kind, n % 2); }), 0);
 }
 
+TEST(Races, DropoutsHaveNone) {
+  for (const bool in_order : {false, true})
+    for (const Dtype dtype : kDtypes)
+      for (const int64_t n : {1, 1002, 1003, 9000})
+        EXPECT_EQ(races(in_order, [&] { cases::dropouts(n, dtype, n % 2); }), 0);
+}
+
 }  // namespace
 }  // namespace tsmem::cuda

@@ -4,6 +4,10 @@ TSMEM_EMULATED_CUDA=1 in the environment puts them in place of the CPU's kernels
 """
 
 import itertools
+import os
+import pathlib
+import subprocess
+import sys
 
 import conftest
 import pytest
@@ -258,3 +262,112 @@ def test_runs_are_equal(emulated):
     x = draw((5, 16, 9, 9), torch.float32)
     runs = [emulated._batch_norm_act_forward(x, None, None, None, None, None, True, 0.1, 1e-5, *act_arguments("relu"), True) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][:3], runs[1][:3]))
+
+
+# The emulated device has room for 4 blocks of 256 threads: more elements are the later ones of a thread.
+THREADS = 1024
+
+
+def philox(counter, thread, seed):
+    """Philox4x32-10 (Salmon et al., 2011), for arrays of counters and threads: [..., 4] words."""
+    words = [counter & 0xFFFFFFFF, counter >> 32, thread & 0xFFFFFFFF, thread >> 32]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [(b >> 32) ^ words[1] ^ keys[0], b & 0xFFFFFFFF, (a >> 32) ^ words[3] ^ keys[1], a & 0xFFFFFFFF]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return words
+
+
+def test_philox_is_random123s():
+    """Known answers of Random123 (kat_vectors)."""
+    assert philox(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox((1 << 64) - 1, (1 << 64) - 1, (1 << 64) - 1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def noise_of(n, group, keep, seed, counter):
+    """ATen/native/cuda/Dropout.cu's noise of n elements, in the order of memory (group 1: of indices)."""
+    threads = min((n + 255) // 256 * 256, THREADS)
+    noise = []
+    for i in range(n):
+        if group == 1:
+            thread, at = i % threads, i // threads
+            words = philox(counter // 4 + at // 4, thread, seed)[at % 4]
+        else:
+            thread, at = i // group % threads, i // (group * threads)
+            fours = (group + 3) // 4
+            words = philox(counter // 4 + at * fours + i % group // 4, thread, seed)[i % group % 4]
+        uniform = torch.tensor(words, dtype=torch.float32) * 2.0**-32 + 2.0**-33
+        noise.append(float(uniform < keep))
+    return torch.tensor(noise)
+
+
+def group_of(n, size, offset):
+    """As many elements as 16 bytes hold, memory is aligned to and leave no rest."""
+    group = 16 // size
+    while n % group or offset % group:
+        group //= 2
+    return group
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(emulated, dtype):
+    size = dtype.itemsize
+    for n, offset in ((1, 0), (7, 0), (1002, 0), (1024, 0), (1024, 1), (1036, 4), (2 * THREADS + 512, 2), (8 * THREADS + 8, 0), (4 * THREADS + 3, 0)):
+        x = draw((n,), dtype, offset=offset)
+        out, state, group = emulated._fused_dropout(x, 0.3)
+        assert group == group_of(n, size, offset) and state.dtype == torch.int64 and state[1] == 8
+        expected = noise_of(n, group, torch.tensor(0.7, dtype=torch.float32 if size < 8 else dtype), state[0].item() & (2**64 - 1), 8)
+        acc = torch.float64 if size == 8 else torch.float32
+        scale = (1 / torch.tensor(0.7, dtype=acc).double()).to(acc)  # of 1 - p as that dtype has it
+        assert torch.equal(out, (x.to(acc) * expected.to(acc) * scale).to(dtype))
+        # The gradient lies elsewhere, and is drawn for as x was.
+        for other in (0, 1):
+            grad = draw((n,), dtype, offset=other, seed=1)
+            again = emulated._fused_dropout_again(grad, state, 0.3, group, grad.stride())
+            assert torch.equal(again, (grad.to(acc) * expected.to(acc) * scale).to(dtype))
+
+
+def test_dropout_in_other_layouts(emulated):
+    """Groups go in the order of memory, single elements in that of indices; the result has x's strides, and so has what is drawn for a gradient."""
+    for shape in ((2, 8, 5, 3), (3, 5, 7, 3)):
+        x = draw(shape, torch.float32, last=True)
+        out, state, group = emulated._fused_dropout(x, 0.5)
+        noise = noise_of(x.numel(), group, 0.5, state[0].item() & (2**64 - 1), 8)
+        noise = noise.view(shape) if group == 1 else torch.empty_like(x).copy_(torch.as_strided(noise, shape, x.stride()))
+        assert out.stride() == x.stride() and torch.equal(out, x * noise * 2)
+        grad = draw(shape, torch.float32, seed=1)
+        again = emulated._fused_dropout_again(grad, state, 0.5, group, x.stride())
+        assert again.stride() == x.stride() and torch.equal(again, grad * noise * 2)
+    nan = torch.full((64,), float("nan"))
+    assert emulated._fused_dropout(nan, 0.5)[0].isnan().all()  # times 0, as PyTorch's
+
+
+def test_dropout_as_public_op(emulated):
+    """The op on the emulated device, in the CPU's place: 16 bytes are kept, gradients of every order, and what is recomputed."""
+    code = """
+import torch, conftest
+from op_checks import saved
+ops = conftest.load()
+x = torch.randn(64, 33, dtype=torch.float64, requires_grad=True)
+(kept,), y = saved(lambda: ops.dropout(x, 0.4, True))
+assert kept.dtype == torch.int64 and kept.numel() == 2, kept
+(grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+assert torch.equal(grad == 0, y == 0) and torch.equal(grad, torch.autograd.grad(y.sum(), x)[0])
+def seeded(x):
+    torch.manual_seed(0)
+    return ops.dropout(x, 0.4, True)
+z = torch.randn(6, 10, dtype=torch.float64, requires_grad=True)
+assert torch.autograd.gradcheck(seeded, z) and torch.autograd.gradgradcheck(seeded, z)
+def recomputed(x):
+    torch.manual_seed(0)
+    y = ops.dropout(x * 2, 0.4, True, False, 1)
+    return torch.ops.tsmem.linear(y, w, None, 1)
+w = torch.randn(5, 10, dtype=torch.float64, requires_grad=True)
+assert torch.autograd.gradcheck(recomputed, z)
+assert torch.equal(ops.dropout(x, 0.4, False), x) and torch.equal(ops.dropout(x.detach(), 0.0, True), x)
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
