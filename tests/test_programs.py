@@ -996,6 +996,16 @@ class DropsForNothingAndViews(DropsForNothingBefore):
         return F.dropout(torch.log1p(x.abs()), 0.3, self.training), y
 
 
+class DropsForNothingBesideAttention(DropsForNothingBefore):
+    """Attention that drops nothing in training either, as it draws nothing, is no border between what draws."""
+
+    def forward(self, x):
+        y = self.layers(x)
+        y = F.scaled_dot_product_attention(y, x, y, dropout_p=0.0 if self.training else 0.0)
+        y = self.layers(y)
+        return F.dropout(torch.log1p(x.abs()).view(2, 4, 64), 0.3, self.training), y
+
+
 class DropsForNothingAndScales(DropsForNothingBefore):
     """What the dropout of nothing gives is overwritten, as a transformer's layers scale it: TorchScript differentiates the dropout with the linear layer before it."""
 
@@ -1011,7 +1021,7 @@ class DropsForNothingAndScales(DropsForNothingBefore):
 
 
 @pytest.mark.parametrize("options", [["--level", "regions"], ["--level", "ops"], ["--checkpoint", "layers"], ["--skip", "dropout"], ["--only", "linear"]])
-@pytest.mark.parametrize("program", [DropsForNothingBefore, DropsForNothingAndViews, DropsForNothingAndScales])
+@pytest.mark.parametrize("program", [DropsForNothingBefore, DropsForNothingAndViews, DropsForNothingBesideAttention, DropsForNothingAndScales])
 def test_draws_behind_a_dropout_of_nothing(program, options, tmp_path):
     """They are those of the original's later calls."""
     torch.manual_seed(0)

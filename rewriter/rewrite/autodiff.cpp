@@ -70,7 +70,7 @@ static void collect_drawings(Block* block, Node* group, const std::vector<const 
   for (Node* n : block->nodes()) {
     if (n->kind() == prim::DifferentiableGraph) collect_drawings(n->g(attr::Subgraph)->block(), n, sources, found);
     for (Block* b : n->blocks()) collect_drawings(b, group, sources, found);
-    if (n->kind() != aten::dropout && !n->isNondeterministic()) continue;
+    if (!draws(n)) continue;
     found.push_back({nullptr, group != nullptr});
     if (n->kind() != aten::dropout) continue;
     Value* p = n->input(1);

@@ -23,7 +23,18 @@ bool draws_in_place(const Node* n) {
   return kinds.count(n->kind()) > 0;
 }
 
-bool draws(const Node* n) { return n->kind() == aten::dropout || n->isNondeterministic() || draws_in_place(n); }
+// 0, whichever branch is taken.
+static bool is_zero(const Value* v) {
+  if (const auto number = toIValue(v)) return number->isDouble() && number->toDouble() == 0;
+  const Node* n = v->node();
+  return n->kind() == prim::If && std::all_of(n->blocks().begin(), n->blocks().end(),
+                                              [&](const Block* b) { return is_zero(b->outputs()[v->offset()]); });
+}
+
+bool draws(const Node* n) {
+  if (n->kind() == aten::scaled_dot_product_attention) return !is_zero(n->input(4));  // of dropout_p
+  return n->kind() == aten::dropout || n->isNondeterministic() || draws_in_place(n);
+}
 
 static void collect(Block* block, bool (*holds)(const Node*), std::vector<Node*>& found) {
   for (Node* n : block->nodes()) {
