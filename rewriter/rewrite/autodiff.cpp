@@ -87,15 +87,14 @@ static std::optional<double> known_probability(const Node* dropout) {
   return p && p->isDouble() ? std::optional(p->toDouble()) : std::nullopt;
 }
 
-// Before each that draws numbers which something is made of, and at the end: the dropouts that drop nothing or all. One
-// that may be either is both.
-static std::vector<std::set<const Node*>> between_others(const std::vector<Drawing>& drawings) {
-  std::vector<std::set<const Node*>> found(1);
+// How many that draw numbers which something is made of run before each dropout.
+static std::map<const Node*, size_t> others_before(const std::vector<Drawing>& drawings) {
+  std::map<const Node*, size_t> found;
+  size_t count = 0;
   for (const Drawing& d : drawings) {
+    if (d.source) found[d.source] = count;
     const auto p = d.source ? known_probability(d.source) : std::nullopt;
-    const bool for_nothing = p && (*p == 0 || *p == 1);
-    if (d.source && (for_nothing || !p)) found.back().insert(d.source);
-    if (!for_nothing) found.emplace_back();
+    count += !(p && (*p == 0 || *p == 1));
   }
   return found;
 }
@@ -135,7 +134,8 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
     if (d.differentiated && d.source) found.insert(d.source);
   // The pass moves what it groups. Drawn for nothing before or behind another than in the source, numbers would shift
   // those that it draws.
-  if (between_others(as_written) != between_others(as_run)) found.clear();
+  const auto before = others_before(as_written), now = others_before(as_run);
+  std::erase_if(found, [&](const Node* n) { return before.at(n) != now.at(n); });
   return found;
 }
 

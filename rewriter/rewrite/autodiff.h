@@ -9,8 +9,8 @@ namespace tsmem {
 
 // The aten::dropout nodes of a method's view that TorchScript differentiates by itself when the method runs with
 // gradients for the third time or later: those with a differentiable operator beside them. They draw random numbers
-// with p = 0 and p = 1 too, where the operator alone draws none. None where TorchScript moves such a draw before or
-// behind another: then the draws of others are those of its first call only if nothing is drawn for nothing.
+// with p = 0 and p = 1 too, where the operator alone draws none. Not those that TorchScript moves before or behind
+// others that draw, which would draw other numbers.
 std::unordered_set<const Node*> differentiated_dropouts(const View& view);
 
 // Whether other numbers than a random number generator's state depend on what is drawn for nothing, in a view that
