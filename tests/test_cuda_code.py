@@ -37,6 +37,13 @@ def test_norms_have_enough_in_flight(kernels, dtype, act):
         assert name in sums or found[0]["spills"] == 0, found[0]
 
 
+@pytest.mark.parametrize("kernel", ["bf16, 8", "f16, 8", "float, 4", "double, 2"])
+def test_dropouts_have_enough_in_flight(kernels, kernel):
+    found = [k for n, k in kernels.items() if n.startswith(f"dropout_groups<{kernel}>")]
+    assert len(found) == 1, sorted(kernels)
+    assert found[0]["in_flight"] >= 27 << 10 and found[0]["spills"] == 0, found[0]
+
+
 def test_reads_before_the_first_use():
     """The count itself, on code written by hand."""
     spec = importlib.util.spec_from_file_location("cuda_code", SCRIPT)
