@@ -41,15 +41,23 @@ if(CCACHE)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
 endif()
 
-file(GLOB _sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/ops/cuda/*.cu ${PROJECT_SOURCE_DIR}/ops/cuda/*.cpp)
-add_library(tsmem_ops_cuda SHARED ${_sources})
+file(GLOB _kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/ops/cuda/*.cu)
+file(GLOB _sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/ops/cuda/*.cpp)
+add_library(tsmem_cuda_kernels OBJECT ${_kernels})
+target_include_directories(tsmem_cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/ops)
+# C++17 in kernels: CMake 3.25 does not know that nvcc 13 has C++20.
+target_compile_options(tsmem_cuda_kernels PRIVATE -Xcompiler=-Wall,-Wextra --compress-mode=size)
+set_target_properties(tsmem_cuda_kernels PROPERTIES CUDA_STANDARD 17 CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+add_library(tsmem_ops_cuda SHARED ${_sources} $<TARGET_OBJECTS:tsmem_cuda_kernels>)
 # The runtime is linked statically (CMake's default), as cuDNN's and NCCL's is; device and streams are the driver's, and so PyTorch's.
 target_link_libraries(tsmem_ops_cuda PRIVATE tsmem::torch ${TSMEM_TORCH}/lib/libtorch_cuda.so ${TSMEM_TORCH}/lib/libc10_cuda.so)
 target_link_options(tsmem_ops_cuda PRIVATE -Wl,--exclude-libs,ALL)
 target_include_directories(tsmem_ops_cuda PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 target_include_directories(tsmem_ops_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-# C++17 in kernels: CMake 3.25 does not know that nvcc 13 has C++20.
-target_compile_options(tsmem_ops_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>
-                       $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
-set_target_properties(tsmem_ops_cuda PROPERTIES CUDA_STANDARD 17 CUDA_VISIBILITY_PRESET hidden LINKER_LANGUAGE CXX
-                      BUILD_RPATH ${TSMEM_TORCH}/lib)
+set_target_properties(tsmem_ops_cuda PROPERTIES LINKER_LANGUAGE CXX BUILD_RPATH ${TSMEM_TORCH}/lib)
+
+# The kernels on a device without torch, for compute-sanitizer; nobody needs it to build the rest.
+add_executable(tsmem_cuda_cases EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/tests/cuda/run_cases.cpp $<TARGET_OBJECTS:tsmem_cuda_kernels>)
+target_include_directories(tsmem_cuda_cases PRIVATE ${PROJECT_SOURCE_DIR}/ops ${PROJECT_SOURCE_DIR}/tests/cuda)
+target_include_directories(tsmem_cuda_cases SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+set_target_properties(tsmem_cuda_cases PROPERTIES LINKER_LANGUAGE CUDA)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/dropout.h"
+#include "cuda/launch.h"
 #include "cuda/mask.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
@@ -48,14 +49,26 @@ class Memory {
   Numbers numbers(int64_t n) { return {vector(n), dtype_ == Dtype::f64 ? Dtype::f64 : Dtype::f32, 1}; }
   double* doubles(int64_t n) { return reinterpret_cast<double*>(bytes(8 * n)); }
   char* bytes(int64_t n) {
-    blocks_.emplace_back(static_cast<char*>(std::aligned_alloc(64, (n + 127) / 64 * 64)));
+    const auto size = static_cast<size_t>((n + 127) / 64 * 64);
+#ifdef TSMEM_EMULATE_CUDA
+    void* memory = std::aligned_alloc(64, size);
+#else
+    void* memory = nullptr;
+    if (const cudaError_t error = cudaMallocManaged(&memory, size); error != cudaSuccess)
+      fail("(memory)", cudaGetErrorString(error));
+#endif
+    blocks_.emplace_back(static_cast<char*>(memory));
     return blocks_.back().get();
   }
 
  private:
   static float number(int64_t i) { return static_cast<float>((i * 2654435761u >> 8) % 1000) / 500.f - 1; }
   struct Free {
+#ifdef TSMEM_EMULATE_CUDA
     void operator()(char* p) const { std::free(p); }
+#else
+    void operator()(char* p) const { cudaFree(p); }  // which waits for the kernels
+#endif
   };
   Dtype dtype_;
   int64_t offset_;
