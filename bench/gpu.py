@@ -285,7 +285,7 @@ def kernels(a):
             f = (our_pool if with_pool else ours) if who == "ours" else pytorch_pool if with_pool else pytorch
             if who == "compiled":
                 torch._dynamo.reset()  # beyond eight shapes it would run the function as it is
-                f = torch.compile(f, dynamic=False)
+                f = compiled_by(f)
             grad = torch.randn_like(f(*sets[0]))
 
             def both(*arguments):
@@ -356,6 +356,11 @@ def each(a):
                 table.add(**key, map_bytes=size, us=times)
 
 
+def compiled_by(f):
+    """By torch.compile; a dry run leaves code generation out."""
+    return torch.compile(f, dynamic=False, backend="aot_eager" if DRY else "inductor")
+
+
 def eager(name):
     """The eager model, where its package is there."""
     import models
@@ -400,7 +405,7 @@ def variants(name):
 
             config.activation_memory_budget = budget
             torch._dynamo.reset()
-            return torch.compile(eager(name), dynamic=False)
+            return compiled_by(eager(name))
 
         return make
 
