@@ -997,14 +997,14 @@ class DropsForNothingAndViews(DropsForNothingBefore):
 
 
 class DropsForNothingBesideAttention(DropsForNothingBefore):
-    """Attention that drops nothing in training either, as it draws nothing, is no border between what draws. The second layers' draw is moved behind the dropout."""
+    """Attention that drops nothing in training either and a dropout of nothing in place, as they draw nothing, are no border between what draws. The second layers' draw is moved behind the dropout."""
 
     def __init__(self):
         super().__init__()
         self.others = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 8))
 
     def forward(self, x):
-        y = self.layers(x)
+        y = F.dropout(self.layers(x), 0.0, self.training, inplace=True)
         y = F.scaled_dot_product_attention(y, x, y, dropout_p=0.0 if self.training else 0.0)
         y = self.others(y)
         return F.dropout(torch.log1p(x.abs()).view(2, 4, 64), 0.3, self.training), y

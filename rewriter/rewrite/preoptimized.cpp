@@ -23,17 +23,19 @@ bool draws_in_place(const Node* n) {
   return kinds.count(n->kind()) > 0;
 }
 
-// 0, whichever branch is taken.
-static bool is_zero(const Value* v) {
-  if (const auto number = toIValue(v)) return number->isDouble() && number->toDouble() == 0;
-  const Node* n = v->node();
+// Whether nothing or all is dropped with this probability, whichever branch is taken.
+static bool zero_or_one(const Value* p) {
+  if (const auto number = toIValue(p))
+    return number->isDouble() && (number->toDouble() == 0 || number->toDouble() == 1);
+  const Node* n = p->node();
   return n->kind() == prim::If && std::all_of(n->blocks().begin(), n->blocks().end(),
-                                              [&](const Block* b) { return is_zero(b->outputs()[v->offset()]); });
+                                              [&](const Block* b) { return zero_or_one(b->outputs()[p->offset()]); });
 }
 
 bool draws(const Node* n) {
-  if (n->kind() == aten::scaled_dot_product_attention) return !is_zero(n->input(4));  // of dropout_p
-  return n->kind() == aten::dropout || n->isNondeterministic() || draws_in_place(n);
+  if (n->kind() == aten::scaled_dot_product_attention) return !zero_or_one(n->input(4));
+  if (draws_in_place(n)) return n->kind() == aten::rrelu_ || !zero_or_one(n->input(1));
+  return n->kind() == aten::dropout || n->isNondeterministic();
 }
 
 static void collect(Block* block, bool (*holds)(const Node*), std::vector<Node*>& found) {
