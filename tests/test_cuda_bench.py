@@ -4,9 +4,11 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import conftest
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLES = {"batches": 3, "models": 7, "each": 20, "kernels": 9}
@@ -28,7 +30,7 @@ def bench(ops, tmp_path_factory):
     tool.chmod(0o755)
     env = {**os.environ, "TSMEM_TEST_DEVICE": "cpu", "TSMEM_EMULATED_CUDA": "1", "OUT": str(folder / "out"), "TSMEM_CUDA_MODELS": str(folder / "models"),
            "TSMEM_OPS": str(conftest.library()), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "TSMEM_CUDA_CASES": str(folder / "none"),
-           "PYTEST_ADDOPTS": "-p no:cacheprovider -k test_masks"}  # fmt: skip
+           "PYTEST_ADDOPTS": "-p no:cacheprovider -k test_masks", "PYTHON": sys.executable}  # fmt: skip
 
     def run(*arguments):
         return subprocess.run(["bash", str(ROOT / "bench" / "cuda.sh"), *arguments], capture_output=True, text=True, env=env, timeout=900)
@@ -81,3 +83,19 @@ def test_what_went_wrong_is_said(bench):
     path.write_text(table)
     (bench.out / "done").write_text(before)
     assert bench("nothing").returncode == 2
+
+
+def test_every_kernel_without_torch(ops):
+    """What compute-sanitizer runs where there is a device: here it ends in a sentence."""
+    if not conftest.cuda_library():
+        pytest.skip("no nvcc, or no torch with CUDA, to build the CUDA library with")
+    build = conftest.library().parents[1]
+    if not (build / "CMakeCache.txt").is_file():
+        pytest.skip("the libraries lie outside of the folder that they were built in")
+    done = subprocess.run(["cmake", "--build", str(build), "--target", "tsmem_cuda_cases"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    done = subprocess.run([str(build / "bin" / "tsmem_cuda_cases")], capture_output=True, text=True)
+    if torch.cuda.is_available():
+        assert done.returncode == 0 and "Every kernel ran." in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1 and "was refused" in done.stderr and len(done.stderr.splitlines()) == 1, (done.returncode, done.stderr)
