@@ -134,8 +134,8 @@ std::unordered_set<const Node*> differentiated_dropouts(const View& view) {
     if (d.differentiated && d.source) found.insert(d.source);
   // The pass moves what it groups. Drawn for nothing before or behind another than in the source, numbers would shift
   // those that it draws.
-  const auto before = others_before(as_written), now = others_before(as_run);
-  std::erase_if(found, [&](const Node* n) { return before.at(n) != now.at(n); });
+  auto before = others_before(as_written), now = others_before(as_run);
+  std::erase_if(found, [&](const Node* n) { return before[n] != now[n]; });
   return found;
 }
 
