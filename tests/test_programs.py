@@ -373,6 +373,17 @@ class OverwritesWhatADropoutGivesInEvaluation(nn.Module):
         return F.relu(F.dropout(y, 0.3, self.training), inplace=True)
 
 
+class OverwritesAViewOfADropout(nn.Module):
+    """The dropout's argument is what backward needs of the operator before, and its result what it needs of the one behind."""
+
+    def forward(self, x):
+        y = F.dropout(torch.tanh(x), 0.3, self.training)
+        y.view(-1).sub_(1.0)
+        z = F.dropout(torch.sigmoid(y), 0.3, self.training)
+        z.mul_(x)
+        return torch.tanh(y) * z
+
+
 class UnusedCall(nn.Module):
     def __init__(self):
         super().__init__()
@@ -822,6 +833,7 @@ PROGRAMS = [
     UnusedCall,
     UnusedActivationOfANorm,
     OverwritesWhatADropoutOfNothingGives,
+    OverwritesAViewOfADropout,
     UnusedNormInATuple,
     UnusedNormInADictionary,
     NormBehindAList,
