@@ -11,7 +11,7 @@
 #   bench/cuda.sh batches         the largest batch that trains
 #   bench/cuda.sh kernels         bandwidth of every kernel on ResNet-50's shapes, against a copy, PyTorch and torch.compile
 #
-# Libraries that were built elsewhere: TSMEM_OPS names libtsmem_ops.so, with libtsmem_ops_cuda.so beside it. PYTHON names the Python with torch (default: .venv's, else
+# Built elsewhere: TSMEM_OPS names libtsmem_ops.so, with libtsmem_ops_cuda.so beside it, TSMEM_CUDA_CASES tsmem_cuda_cases. PYTHON names the Python with torch (default: .venv's, else
 # python3). Tables go to the terminal and, row by row, to $OUT (default build/bench); `--again` after one of the last four measures anew, `--only NAME` measures a part.
 # Exit code 3: time was up, the next run goes on there. TSMEM_TEST_DEVICE=cpu tries all of it without a device (bench/gpu.py).
 set -euo pipefail
