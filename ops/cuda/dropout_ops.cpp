@@ -22,7 +22,9 @@ int64_t alignment_of(const Tensor& x) {
 }
 
 #ifdef TSMEM_EMULATE_CUDA
-Spread spread_of(const Tensor& x) { return dropout_spread(x.numel(), x.element_size(), alignment_of(x), 2, 512); }
+Spread spread_for(int64_t n, int64_t element_size, int64_t alignment) {
+  return dropout_spread(n, element_size, alignment, 2, 512);
+}
 
 Draw next_draw(const Tensor& x, int64_t) {
   at::Generator generator = at::globalContext().defaultGenerator(x.device());
@@ -33,10 +35,9 @@ Draw next_draw(const Tensor& x, int64_t) {
   return draw;
 }
 #else
-Spread spread_of(const Tensor& x) {
+Spread spread_for(int64_t n, int64_t element_size, int64_t alignment) {
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  return dropout_spread(x.numel(), x.element_size(), alignment_of(x), device.multiProcessorCount,
-                        device.maxThreadsPerMultiProcessor);
+  return dropout_spread(n, element_size, alignment, device.multiProcessorCount, device.maxThreadsPerMultiProcessor);
 }
 
 Draw next_draw(const Tensor& x, int64_t by) {
@@ -56,18 +57,18 @@ Draw next_draw(const Tensor& x, int64_t by) {
 }
 #endif
 
-// What `spread` gives x. PyTorch draws for groups in the order of memory, and for single elements in that of indices.
-Tensor draw_for(const Tensor& x, double p, const Draw& draw, const Spread& spread, int64_t* state, Stream stream) {
+Spread spread_of(const Tensor& x) { return spread_for(x.numel(), x.element_size(), alignment_of(x)); }
+
+// What `spread` gives x, in these strides, which x has but for dimensions of one element. PyTorch draws for groups in
+// the order of memory, and for single elements in that of indices.
+Tensor draw_for(const Tensor& x, double p, const Draw& draw, const Spread& spread, int64_t* state,
+                at::IntArrayRef strides, Stream stream) {
   const bool by_index = spread.group == 1 && !x.is_contiguous();
   const Tensor from = by_index ? x.contiguous() : x;
-  const Tensor out = at::empty_strided(from.sizes(), from.strides(), from.options());
+  const Tensor out = at::empty_strided(x.sizes(), by_index ? from.strides() : strides, x.options());
   dropout(cpu_dtype(x.scalar_type()), read(from), write(out), x.numel(), 1 - p, draw, spread, state,
           aligned({from, out}), stream);
-  return by_index ? at::empty_strided(x.sizes(), x.strides(), x.options()).copy_(out) : out;
-}
-
-Tensor in_strides_of(const Tensor& x, at::IntArrayRef strides) {
-  return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+  return by_index ? at::empty_strided(x.sizes(), strides, x.options()).copy_(out) : out;
 }
 
 std::tuple<Tensor, Tensor, int64_t> fused_dropout(const Tensor& x, double p) {
@@ -75,19 +76,19 @@ std::tuple<Tensor, Tensor, int64_t> fused_dropout(const Tensor& x, double p) {
   const Spread spread = spread_of(x);
   const Draw draw = next_draw(x, dropout_counter(x.numel(), spread));
   Tensor state = at::empty({2}, x.options().dtype(at::kLong));
-  Tensor out = draw_for(x, p, draw, spread, state.mutable_data_ptr<int64_t>(), on.stream);
+  Tensor out = draw_for(x, p, draw, spread, state.mutable_data_ptr<int64_t>(), x.strides(), on.stream);
   return {out, state, spread.group};
 }
 
 Tensor fused_dropout_again(const Tensor& x, const Tensor& state, double p, int64_t group, at::IntArrayRef strides) {
   const OnDevice on(x);
-  const Tensor dense = in_strides_of(x, strides);
+  const Tensor dense = in_layout(x, strides);
   Spread spread = spread_of(dense);
   spread.group = static_cast<int>(group);
   Draw draw;
   draw.seed_at = state.const_data_ptr<int64_t>();
   draw.counter_at = draw.seed_at + 1;
-  return draw_for(dense, p, draw, spread, nullptr, on.stream);
+  return draw_for(dense, p, draw, spread, nullptr, strides, on.stream);
 }
 
 #ifndef TSMEM_EMULATE_CUDA
@@ -96,11 +97,7 @@ Tensor fused_dropout_again(const Tensor& x, const Tensor& state, double p, int64
 bool draws_as_pytorch(const Tensor& on) {
   const at::cuda::CUDAGuard guard(on.device());
   const at::Generator own = at::globalContext().defaultGenerator(on.device()).clone();
-  const int64_t most =
-      dropout_spread(int64_t{1} << 40, 4, 16, at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
-                     at::cuda::getCurrentDeviceProperties()->maxThreadsPerMultiProcessor)
-          .blocks *
-      kDropoutThreads;
+  const int64_t most = spread_for(int64_t{1} << 40, 4, 16).blocks * kDropoutThreads;
   constexpr uint64_t seed = 0x123456789abcdef, counter = 20;
   constexpr double p = 0.3;
   const Tensor state =

@@ -12,13 +12,6 @@ namespace {
 
 using at::Tensor;
 
-// `x` in these strides: itself, or a copy.
-Tensor in_layout(const Tensor& x, at::IntArrayRef strides) {
-  bool same = true;
-  for (int64_t d = 0; d < x.dim(); ++d) same = same && (x.size(d) == 1 || x.stride(d) == strides[d]);
-  return same ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
-}
-
 std::tuple<Tensor, Tensor> act_mask(const Tensor& x, int64_t kind, double a, double b) {
   const OnDevice on(x);
   Tensor y = at::empty_like(x), mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));

@@ -81,20 +81,13 @@ static void collect_drawings(Block* block, Node* group, const std::vector<const 
   }
 }
 
-// A dropout's p, where that is known.
-static std::optional<double> known_probability(const Node* dropout) {
-  const auto p = toIValue(dropout->input(1));
-  return p && p->isDouble() ? std::optional(p->toDouble()) : std::nullopt;
-}
-
 // How many that draw numbers which something is made of run before each dropout.
 static std::map<const Node*, size_t> others_before(const std::vector<Drawing>& drawings) {
   std::map<const Node*, size_t> found;
   size_t count = 0;
   for (const Drawing& d : drawings) {
     if (d.source) found[d.source] = count;
-    const auto p = d.source ? known_probability(d.source) : std::nullopt;
-    count += !(p && (*p == 0 || *p == 1));
+    count += !(d.source && zero_or_one(d.source->input(1)));
   }
   return found;
 }
@@ -180,8 +173,7 @@ bool overwrites(const Node* n) {
 bool may_draw_for_nothing(const Node* n) {
   static const Symbol ours = Symbol::fromQualString("tsmem::dropout");
   if (n->kind() != aten::dropout && n->kind() != ours) return false;
-  const auto p = known_probability(n);
-  return !p || *p == 0 || *p == 1;
+  return zero_or_one(n->input(1)) || !toIValue(n->input(1));
 }
 
 // How many dropouts draw for nothing when TorchScript has differentiated a graph: those that it differentiates, and our

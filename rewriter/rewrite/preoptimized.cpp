@@ -23,8 +23,7 @@ bool draws_in_place(const Node* n) {
   return kinds.count(n->kind()) > 0;
 }
 
-// Whether nothing or all is dropped with this probability, whichever branch is taken.
-static bool zero_or_one(const Value* p) {
+bool zero_or_one(const Value* p) {
   if (const auto number = toIValue(p))
     return number->isDouble() && (number->toDouble() == 0 || number->toDouble() == 1);
   const Node* n = p->node();

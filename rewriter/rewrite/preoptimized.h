@@ -15,6 +15,9 @@ bool updates_statistics(const Node* n);
 // Whether n draws random numbers and overwrites its argument with what it makes of them, as an in-place dropout does.
 bool draws_in_place(const Node* n);
 
+// Whether a dropout with this probability is known to drop nothing or all, whichever branch is taken.
+bool zero_or_one(const Value* p);
+
 // Whether n draws random numbers.
 bool draws(const Node* n);
 
