@@ -232,7 +232,8 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const Tensor& per_weight = args.transposed ? input : out;  // each of its elements meets one filter
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
-  const FirstLayer offered = as_first_layer(recompute, out, input, weight, flops);
+  const bool depthwise = args.groups > 1 && args.groups == input.size(1);
+  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
   // The bias as autocast casts it is nobody's but ours.
   const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
   offer(

@@ -25,6 +25,8 @@ struct Recipe {
   int expensive_depth = 0;  // expensive ones in a row
   bool expensive = false;   // made once in a pass of backward
   bool view = false;        // of the only source
+  bool layer = false;       // a cheap layer's (Recompute::if_cheap)
+  bool runs_layer = false;  // it is, or something that it is made from
   Rows rows = Rows::all;
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
   c10::DimVector strides;             // the output's

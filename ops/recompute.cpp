@@ -68,6 +68,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->pieces = pieces;
   recipe->expensive = flops > 0;
   recipe->shared = !recipe->expensive && recompute.how != Recompute::each_time;
+  recipe->layer = recipe->runs_layer = recompute.how == Recompute::if_cheap;
   recipe->stream = stream_of(output);
   recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
@@ -82,13 +83,14 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      s.kept = recompute.how == Recompute::first_layer && recipe->sources.empty();
+      s.kept = recipe->layer && recipe->sources.empty() && t.is_leaf();
       const bool kept = s.kept || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
           if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
+        recipe->runs_layer |= s.recipe->runs_layer;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
@@ -106,12 +108,19 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   hold(output, std::move(held));
 }
 
-FirstLayer as_first_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
-                          double flops) {
-  if (recompute.how != Recompute::first_layer) return {recompute, flops};
-  const bool cheap =
-      input.is_leaf() && weight.requires_grad() && flops <= kFewOperations * static_cast<double>(output.numel());
-  return {cheap ? Recompute::first_layer : Recompute::off, 0};
+// Whether t is made again by another layer.
+static bool runs_layer(const Tensor& t) {
+  std::vector<Tensor> leaves;
+  const RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves);
+  return recipe && recipe->runs_layer;
+}
+
+LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
+                          double flops, bool depthwise) {
+  if (recompute.how != Recompute::if_cheap) return {recompute, flops};
+  const bool cheap = weight.requires_grad() && is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
+                     (input.is_leaf() || (output.numel() >= input.numel() && !runs_layer(input)));
+  return {cheap ? Recompute::if_cheap : Recompute::off, 0};
 }
 
 bool costs_nothing(const Tensor& t) {

@@ -44,15 +44,15 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
            Rows rows = Rows::all);
 
-// What a convolution or a linear layer gives offer(). Recompute::first_layer, which the default level writes, lets it
-// run again where it takes few operations for an element of its output, and reads a leaf, so that no chain of them
-// does, which it keeps for its weight's gradient.
-struct FirstLayer {
+// What a convolution or a linear layer gives offer(). Recompute::if_cheap, which the default level writes, lets it run
+// again where that is cheap (traits.h), from the input that it keeps for its weight's gradient. That is a leaf, or not
+// larger than the output, and not itself made again by such a layer: no two of them run again in a row.
+struct LayerOffer {
   RecomputeArgument recompute;
   double flops;
 };
-FirstLayer as_first_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
-                          const at::Tensor& weight, double flops);
+LayerOffer as_cheap_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
+                          const at::Tensor& weight, double flops, bool depthwise = false);
 
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.

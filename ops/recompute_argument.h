@@ -7,24 +7,24 @@ namespace tsmem {
 
 // off: the output is kept, and the op may leave its work to PyTorch's. keep: it is kept by the op, which may recompute
 // its input. shared: it is recomputed once for users that follow one another closely in backward. each_time: it is
-// recomputed by each of its users. first_layer, of convolutions and linear layers: as shared where that is cheap, as a
-// network's first layer of few channels is, else off. offload: backward has it back from the host's memory; on the CPU
-// it is kept.
-enum class Recompute { off, keep, shared, each_time, first_layer, offload };
+// recomputed by each of its users. if_cheap, of convolutions and linear layers: as shared where that is cheap (traits.h
+// and as_cheap_layer() in recompute.h say where), else off. offload: backward has it back from the host's memory; on
+// the CPU it is kept.
+enum class Recompute { off, keep, shared, each_time, if_cheap, offload };
 
 struct RecomputeArgument {
   Recompute how = Recompute::off;
   int64_t site = -1;  // by which a planner tells the ops of a model apart while it tries choices; -1: none
 
   constexpr RecomputeArgument(Recompute how, int64_t site = -1) : how(how), site(site) {}
-  // The schema's int becomes one wherever it is handed on: off, keep, shared, each_time, first_layer and offload are 0,
+  // The schema's int becomes one wherever it is handed on: off, keep, shared, each_time, if_cheap and offload are 0,
   // -1, 1, 2, 3 and 4; a site that is kept is counted from -2 down, from 5 on those that are recomputed (odd numbers)
   // and those that are offloaded (even ones).
   constexpr RecomputeArgument(int64_t argument)
       : how(argument == 0                       ? Recompute::off
             : argument < 0                      ? Recompute::keep
             : argument == 1                     ? Recompute::shared
-            : argument == 3                     ? Recompute::first_layer
+            : argument == 3                     ? Recompute::if_cheap
             : argument > 3 && argument % 2 == 0 ? Recompute::offload
                                                 : Recompute::each_time),
         site(argument > 4    ? (argument - 5) / 2
@@ -41,7 +41,7 @@ struct RecomputeArgument {
         return 1;
       case Recompute::each_time:
         return site < 0 ? 2 : 5 + 2 * site;
-      case Recompute::first_layer:
+      case Recompute::if_cheap:
         return 3;
       case Recompute::offload:
         return site < 0 ? 4 : 6 + 2 * site;
@@ -50,7 +50,7 @@ struct RecomputeArgument {
   }
   constexpr bool offered() const { return how != Recompute::off; }
   constexpr bool recomputes() const {
-    return how == Recompute::shared || how == Recompute::each_time || how == Recompute::first_layer;
+    return how == Recompute::shared || how == Recompute::each_time || how == Recompute::if_cheap;
   }
 };
 

@@ -1,9 +1,11 @@
 // What stays for backward: the table of what operators save, and what a graph says by it.
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "rewriter/file/in_memory.h"
@@ -52,24 +54,28 @@ void add_parameter(Module& m, const std::string& name, const at::Tensor& t) {
   m.register_parameter(name, t.clone().set_requires_grad(true), false);
 }
 
-Module conv(int64_t channels = 8) {
+constexpr int64_t kChannels = 32;  // 576 operations for an element of a convolution's output
+
+Module conv(int64_t in = kChannels, int64_t out = kChannels, int64_t size = 3, int64_t groups = 1) {
   Module m = module("Conv");
-  add_parameter(m, "weight", at::randn({8, channels, 3, 3}));
-  m.define("def forward(self, x):\n    return torch.conv2d(x, self.weight, None, [1, 1], [1, 1], [1, 1], 1)\n");
+  add_parameter(m, "weight", at::randn({out, in / groups, size, size}));
+  m.define(fmt::format(
+      "def forward(self, x):\n    return torch.conv2d(x, self.weight, None, [1, 1], [{0}, {0}], [1, 1], {1})\n",
+      size / 2, groups));
   return m;
 }
 
 Module norm() {
   Module m = module("Norm");
-  add_parameter(m, "weight", at::ones({8}));
-  add_parameter(m, "bias", at::zeros({8}));
+  add_parameter(m, "weight", at::ones({kChannels}));
+  add_parameter(m, "bias", at::zeros({kChannels}));
   m.define(
       "def forward(self, x):\n    return torch.batch_norm(x, self.weight, self.bias, None, None, True, 0.1, 1e-5, "
       "True)\n");
   return m;
 }
 
-Module net(const std::string& code, int64_t channels = 8) {
+Module net(const std::string& code, int64_t channels = kChannels) {
   Module m = module("Net");
   m.register_module("conv1", conv(channels));
   m.register_module("bn1", norm());
@@ -107,6 +113,33 @@ TEST(SavedTensors, OfAFirstLayerOfFewChannelsNothingStays) {
   Module m = net(kResidual, 3), ops = net(kResidual, 3);
   EXPECT_EQ(lines(saved(m, Level::regions)), std::vector<std::string>{});
   EXPECT_EQ(lines(saved(ops, Level::ops)).size(), 2u);
+}
+
+// A first convolution of 32 channels, another layer behind it, and what of the latter stays for the SiLU.
+std::vector<std::string> kept_of_layer(const Module& layer, const Module* before = nullptr) {
+  Module m = module("Net");
+  m.register_module("conv1", conv());
+  m.register_module("before", before ? *before : module("Nothing"));
+  m.register_module("layer", layer);
+  m.define(std::string("def forward(self, x):\n    y = torch.silu(self.conv1.forward(x))\n") +
+           (before ? "    y = torch.silu(self.before.forward(y))\n" : "") +
+           "    return torch.silu(self.layer.forward(y))\n");
+  auto all = lines(saved(m, Level::regions));
+  all.erase(std::remove_if(all.begin(), all.end(), [](const std::string& s) { return s.rfind("layer", 0) != 0; }),
+            all.end());
+  return all;
+}
+
+TEST(SavedTensors, OfALayerThatTakesFewOperationsNothingStays) {
+  const std::vector<std::string> nothing, all = {"layer tsmem::conv2d for  tsmem::act"};
+  EXPECT_EQ(kept_of_layer(conv(32, 128, 1)), nothing);
+  EXPECT_EQ(kept_of_layer(conv(32, 32, 3, 32)), nothing);
+  EXPECT_EQ(kept_of_layer(conv(32, 16, 1)), all);      // its input is larger
+  EXPECT_EQ(kept_of_layer(conv(32, 128, 3)), all);     // 576 operations
+  EXPECT_EQ(kept_of_layer(conv(32, 32, 7, 32)), all);  // 98, of a depthwise one
+  const Module cheap = conv(32, 32, 1), expensive = conv();
+  EXPECT_EQ(kept_of_layer(conv(32, 32, 1), &cheap), all);
+  EXPECT_EQ(kept_of_layer(conv(32, 32, 1), &expensive), nothing);
 }
 
 TEST(SavedTensors, AtLevelOpsTheActivationStaysToo) {
@@ -157,7 +190,7 @@ TEST(KeptBytes, AreOfTheTensorsThatTheGraphNames) {
     Module m = net(kResidual);
     const Saved s = saved(m, level);
     Module copy = copy_in_memory(m);
-    const at::Tensor x = at::randn({2, 8, 32, 32});
+    const at::Tensor x = at::randn({2, kChannels, 32, 32});
     const auto kept = saved_tensors_of_step(copy, {x}, {});
     RewriteOptions options;
     options.level = level;

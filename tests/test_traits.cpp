@@ -39,7 +39,7 @@ TEST(RecomputeArgument, IsOneIntInSchemasAndWrittenFiles) {
   EXPECT_EQ(argument_of(Recompute::off), 0);
   EXPECT_EQ(argument_of(Recompute::shared), 1);
   EXPECT_EQ(argument_of(Recompute::each_time), 2);
-  EXPECT_EQ(argument_of(Recompute::first_layer), 3);
+  EXPECT_EQ(argument_of(Recompute::if_cheap), 3);
   EXPECT_EQ(argument_of(Recompute::keep), -1);
   EXPECT_TRUE(RecomputeArgument(3).offered() && RecomputeArgument(3).recomputes());
   EXPECT_EQ(argument_of(Recompute::offload), 4);

@@ -36,8 +36,8 @@ RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Le
     const bool expensive = offers_recompute(op) == Offers::expensive;
     const bool again = level != Level::ops && !expensive;
     if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
-    const bool first = level == Level::regions && traits_of(op).first_layer;
-    const Recompute how = again ? Recompute::shared : first ? Recompute::first_layer : Recompute::off;
+    const bool layer = level == Level::regions && traits_of(op).layer;
+    const Recompute how = again ? Recompute::shared : layer ? Recompute::if_cheap : Recompute::off;
     if (level != Level::plan) return g.insertConstant(argument_of(how));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;

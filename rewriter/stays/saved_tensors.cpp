@@ -221,39 +221,85 @@ class GraphAccount {
     return path ? attribute(module_, *path) : at::Tensor();
   }
 
-  // How many operations a convolution or linear layer takes for an element of its output; nothing where that can't be
-  // told.
-  static std::optional<double> operations(const Node* n, const at::Tensor& weight) {
+  // The product of a list of constant ints.
+  static std::optional<double> product_of(const Value* list) {
+    double product = 1;
+    if (const auto constant = toIValue(list)) {
+      for (const int64_t i : constant->toIntVector()) product *= static_cast<double>(i);
+      return product;
+    }
+    if (list->node()->kind() != prim::ListConstruct) return std::nullopt;
+    for (const Value* v : list->node()->inputs()) {
+      const auto i = toIValue(v);
+      if (!i) return std::nullopt;
+      product *= static_cast<double>(i->toInt());
+    }
+    return product;
+  }
+
+  // A convolution's or linear layer's work, as is_cheap_layer() takes it, and how much larger its output is than its
+  // input, without what padding adds; nothing where that can't be told.
+  struct LayerWork {
+    double operations;
+    bool depthwise;
+    double growth;
+  };
+
+  static std::optional<LayerWork> work_of(const Node* n, const at::Tensor& weight) {
     const auto constant = [&](const char* name) -> std::optional<c10::IValue> {
       const auto index = n->schema().argumentIndexWithName(name);
       return index ? toIValue(n->input(*index)) : std::nullopt;
     };
     if (weight.dim() < 2 || weight.numel() == 0) return std::nullopt;
     const auto all = 2 * static_cast<double>(weight.numel());
+    const auto first = static_cast<double>(weight.size(0));
+    if (!n->schema().argumentIndexWithName("stride"))
+      return LayerWork{all / first, false, first / static_cast<double>(weight.size(1))};
+    const auto steps = product_of(n->input(*n->schema().argumentIndexWithName("stride")));
+    const auto groups = constant("groups");
+    if (!steps || !groups) return std::nullopt;
+    const auto second = static_cast<double>(weight.size(1) * groups->toInt());
+    const bool grouped = groups->toInt() > 1;
     const auto transposed = constant("transposed");
     if (transposed ? !transposed->toBool() : !n->schema().argumentIndexWithName("output_padding"))
-      return all / static_cast<double>(weight.size(0));
-    const auto stride = constant("stride"), groups = constant("groups");
-    if (!stride || !groups) return std::nullopt;
-    auto outputs = static_cast<double>(weight.size(1) * groups->toInt());  // for an element of the input's channels
-    for (const int64_t s : stride->toIntVector()) outputs *= static_cast<double>(s);
-    return all / outputs;
+      return LayerWork{all / first, grouped && weight.size(1) == 1, first / second / *steps};
+    return LayerWork{all / second / *steps, grouped && weight.size(0) == groups->toInt(), second * *steps / first};
   }
 
-  // As as_first_layer() in ops/recompute.cpp decides when it runs.
-  bool is_cheap_first_layer(const Node* n) const {
+  // Whether what backward makes v again from has a layer that runs again.
+  bool runs_layer(const Value* v) {
+    if (const auto known = runs_layer_.find(v); known != runs_layer_.end()) return known->second;
+    runs_layer_[v] = false;  // a loop's values go round
+    const auto values = made(v);
+    const bool runs = std::any_of(values.begin(), values.end(), [&](const Value* value) {
+      const Node* maker = value->node();
+      if (!recomputed(maker)) return false;
+      return traits_of(maker->kind().toQualString()).layer ||
+             std::any_of(maker->inputs().begin(), maker->inputs().end(),
+                         [&](const Value* in) { return holds_tensors(in->type()) && runs_layer(in); });
+    });
+    return runs_layer_[v] = runs;
+  }
+
+  bool is_leaf(const Value* v) const {
+    if (v->node()->kind() == prim::Param && v->node()->owningBlock() == view_.graph->block()) return true;
+    const auto needs = needs_grad_.find(v);
+    return needs == needs_grad_.end() || !needs->second;
+  }
+
+  // As as_cheap_layer() in ops/recompute.cpp decides when it runs.
+  bool is_cheap(const Node* n) {
+    if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
+    const at::Tensor weight = weight_of(n);
+    const auto work = weight.defined() && weight.requires_grad() ? work_of(n, weight) : std::nullopt;
     const Value* input = n->input(0);
-    const bool argument = input->node()->kind() == prim::Param && input->node()->owningBlock() == view_.graph->block();
-    const auto needs = needs_grad_.find(input);
-    const bool leaf = argument || needs == needs_grad_.end() || !needs->second;
-    const at::Tensor weight = leaf ? weight_of(n) : at::Tensor();
-    if (!weight.defined() || !weight.requires_grad()) return false;
-    const auto few = operations(n, weight);
-    return few && *few <= kFewOperations;
+    const bool cheap = work && is_cheap_layer(work->operations, work->depthwise) &&
+                       (is_leaf(input) || (work->growth >= 1 && !runs_layer(input)));
+    return cheap_[n] = cheap;
   }
 
   // Whether backward makes the operator's output again.
-  bool recomputed(const Node* n) const {
+  bool recomputed(const Node* n) {
     const FunctionSchema* schema = n->maybeSchema();
     if (!is_ours(n) || !schema) return false;
     const auto index = schema->argumentIndexWithName("recompute");
@@ -261,7 +307,7 @@ class GraphAccount {
     const Value* argument = n->input(*index);
     if (const auto constant = toIValue(argument)) {
       const RecomputeArgument recompute = constant->toInt();
-      return recompute.recomputes() && (recompute.how != Recompute::first_layer || is_cheap_first_layer(n));
+      return recompute.recomputes() && (recompute.how != Recompute::if_cheap || is_cheap(n));
     }
     const auto path = attribute_path(argument);
     if (!path) return false;
@@ -271,6 +317,8 @@ class GraphAccount {
   }
 
   std::unordered_set<const Value*> counted_;
+  std::unordered_map<const Value*, bool> runs_layer_;
+  std::unordered_map<const Node*, bool> cheap_;
 };
 
 }  // namespace

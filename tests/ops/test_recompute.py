@@ -1090,45 +1090,131 @@ def test_instance_norm_of_an_expensive_output():
     assert_equal(*(torch.autograd.grad(run(r), (x, *p[:4])) for r in (1, 0)))
 
 
-# First layers, which run again where that is cheap.
+# Layers that run again where that is cheap.
 
-FIRST = 3  # the argument `recompute`
+CHEAP = 3  # the argument `recompute`
 
 
-def first_layers():
+def cheap_layers():
+    """Inputs, weights, layers: at most 256 operations for an element of the output, in depthwise ones 64."""
     torch.manual_seed(0)
-    w1, w3, wl = torch.randn(16, 3, 4, 4) / 7, torch.randn(16, 1, 3, 3, 3) / 5, torch.randn(64, 3)
+    x2, x1 = torch.randn(4, 16, 16, 16), torch.randn(4, 16, 64)
+
+    def conv2d(padding, stride=1, groups=1):
+        return lambda x, w, r: ops.conv2d(x, w, None, [stride] * 2, [padding] * 2, [1, 1], groups, r)
+
     return {
-        "conv2d": (torch.randn(4, 3, 32, 32), w1, lambda x, w, r: ops.conv2d(x, w, None, [2, 2], [1, 1], [1, 1], 1, r)),
-        "conv3d": (torch.randn(1, 1, 16, 16, 16), w3, lambda x, w, r: ops.conv3d(x, w, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], 1, r)),
-        "linear": (torch.randn(512, 3), wl, lambda x, w, r: ops.linear(x, w, None, r)),
+        "first of 3 channels": (torch.randn(4, 3, 32, 32), torch.randn(16, 3, 4, 4) / 7, conv2d(1, 2)),
+        "conv1d": (x1, torch.randn(64, 16, 1), lambda x, w, r: ops.conv1d(x, w, None, [1], [0], [1], 1, r)),
+        "conv2d 1x1": (x2, torch.randn(64, 16, 1, 1), conv2d(0)),
+        "conv2d 3x3": (x2, torch.randn(128, 14, 3, 3) / 11, lambda x, w, r: conv2d(1)(x[:, :14].contiguous(), w, r)),
+        "depthwise": (x2, torch.randn(16, 1, 5, 5), conv2d(2, 1, 16)),
+        "conv3d": (torch.randn(1, 1, 16, 16, 16), torch.randn(16, 1, 3, 3, 3) / 5, lambda x, w, r: ops.conv3d(x, w, None, [1] * 3, [1] * 3, [1] * 3, 1, r)),
+        "conv_transpose2d": (x2, torch.randn(16, 32, 2, 2), lambda x, w, r: ops.conv_transpose2d(x, w, None, [2, 2], [0, 0], [0, 0], 1, [1, 1], r)),
+        "linear": (torch.randn(256, 128), torch.randn(128, 128) / 11, lambda x, w, r: ops.linear(x, w, None, r)),
     }
 
 
-@pytest.mark.parametrize("name", first_layers())
-def test_a_first_layer_runs_again_where_that_is_cheap(name):
-    x, w, layer = first_layers()[name]
+@pytest.mark.parametrize("made", [False, True], ids=["from an argument", "from what is made again"])
+@pytest.mark.parametrize("name", cheap_layers())
+def test_a_cheap_layer_runs_again(name, made):
+    x, w, layer = cheap_layers()[name]
     w.requires_grad_()
+    x.requires_grad_(made)
 
-    def run(x, r):
-        return ops.act(ops.act(layer(x, w, r), "silu", [], 1), "gelu", [], 1)
-
-    def left(x, r):
-        return bytes_left(lambda: [run(x, r)])
+    def run(r):
+        source = ops.act(x, "silu", [], 1) if made else x
+        return ops.act(ops.act(layer(source, w, r), "silu", [], 1), "gelu", [], 1)
 
     whole = layer(x, w, 0).nbytes
-    assert left(x, FIRST) < whole / 4 and left(x, 0) >= whole
-    assert_equal(*([torch.autograd.grad(run(x, r).square().sum(), w)[0]] for r in (FIRST, 0)))
-    wide = x.clone().requires_grad_()
-    assert_equal(*(torch.autograd.grad(run(wide, r).square().sum(), (wide, w)) for r in (FIRST, 0)))
-    # Not where its input is made by a graph: then it is no first layer.
-    assert left(wide * 1.0, FIRST) >= whole
+    assert bytes_left(lambda: [run(CHEAP)]) < whole / 4 and bytes_left(lambda: [run(0)]) >= whole
+    inputs = (x, w) if made else (w,)
+    expected = torch.autograd.grad(run(0).square().sum(), inputs)
+    out = run(CHEAP).square().sum()
+    for _ in range(2):
+        assert_equal(torch.autograd.grad(out, inputs, retain_graph=True), expected)
 
 
-def test_a_first_layer_of_many_channels_is_kept():
-    x, w = torch.randn(4, 12, 32, 32), torch.randn(16, 12, 3, 3, requires_grad=True)  # 216 operations an element
-    whole = 4 * 16 * 30 * 30 * 4
-    assert bytes_left(lambda: [ops.act(ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, FIRST), "silu", [], 1)]) >= whole
+def expensive_layers():
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, 16, 16)
+    return {
+        "many operations": (torch.randn(16, 16, 3, 3), 1, 0, True),  # 288
+        "a large depthwise filter": (torch.randn(16, 1, 7, 7), 16, 3, True),  # 98, and no product of matrices
+        "a larger input": (torch.randn(8, 16, 1, 1), 1, 0, True),
+        "a frozen weight": (torch.randn(64, 16, 1, 1), 1, 0, False),  # nothing else keeps the input
+    }, x
+
+
+@pytest.mark.parametrize("name", expensive_layers()[0])
+def test_other_layers_are_kept(name):
+    layers, x = expensive_layers()
+    w, groups, padding, trains = layers[name]
+    w.requires_grad_(trains)
+    x.requires_grad_()
+
+    def run(r):
+        return ops.act(ops.conv2d(ops.act(x, "silu", [], 1), w, None, [1, 1], [padding] * 2, [1, 1], groups, r), "silu", [], 1)
+
+    assert bytes_left(lambda: [run(CHEAP)]) >= run(0).nbytes
+
+
+def test_no_two_layers_in_a_row_run_again():
+    torch.manual_seed(0)
+    x, w, depthwise = torch.randn(4, 16, 16, 16), torch.randn(64, 16, 1, 1, requires_grad=True), torch.randn(64, 1, 3, 3, requires_grad=True)
+
+    def run(r):
+        wide = ops.act(ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, r), "relu", [], 1)
+        return ops.act(ops.conv2d(wide, depthwise, None, [1, 1], [1, 1], [1, 1], 64, r), "silu", [], 1)
+
+    one = run(0).nbytes
+    assert one <= bytes_left(lambda: [run(CHEAP)]) < 1.25 * one
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), (w, depthwise)) for r in (CHEAP, 0)))
+
+
+def convolutions_in_backward(run):
+    out = run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out.backward()
+    return sum(e.count for e in seen.key_averages() if e.key == "aten::convolution")
+
+
+def test_a_layer_runs_again_once_for_a_chain_of_residual_blocks():
+    """Each block's output is made from those before it: their last layers have users in every later block."""
+    torch.manual_seed(0)
+    x, first = torch.randn(2, 16, 32, 32), torch.randn(64, 16, 5, 5) / 20
+    p = [first, *(torch.randn(c, d, k, k) / (d * k * k) ** 0.5 for _ in range(4) for c, d, k in ((32, 64, 3), (64, 32, 1))), torch.ones(64), torch.zeros(64)]
+    for t in p:
+        t.requires_grad_()
+
+    def run(r):
+        y = ops.conv2d(x, p[0], None, [1, 1], [2, 2], [1, 1], 1, r)
+        for narrow, wide in zip(p[1:9:2], p[2:9:2]):
+            z = ops.act(ops.conv2d(y, narrow, None, [1, 1], [1, 1], [1, 1], 1, r), "silu", [], 1)
+            z = ops.conv2d(z, wide, None, [1, 1], [0, 0], [1, 1], 1, r)
+            y = ops.batch_norm_add_act(z, p[-2], p[-1], *BN, y, "relu", [], 1)
+        return y.square().sum()
+
+    assert convolutions_in_backward(lambda: run(0)) == 0 and convolutions_in_backward(lambda: run(CHEAP)) == 4
+    assert_equal(*(torch.autograd.grad(run(r), p) for r in (CHEAP, 0)))
+
+
+@pytest.mark.parametrize("between, times", [(2, 1), (20, 2)])
+def test_what_a_layer_made_again_is_held_for_users_nearby_alone(between, times):
+    """A skip connection across a network runs it twice: held in between it would be there at the peak."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 16, 32, 32), torch.randn(64, 16, 1, 1, requires_grad=True)
+    scales = torch.rand(between + 1, 64, 1, 1, requires_grad=True)
+
+    def run(r):
+        wide = ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, r)
+        inner = ops.act(wide, "silu", [], 1)
+        for scale in scales[1:]:
+            inner = ops.mul(inner.mean((2, 3), True), scale, 1)
+        return ops.mul(wide, scales[0], 1).sum() + inner.sum()
+
+    assert convolutions_in_backward(lambda: run(CHEAP)) == times
+    assert_equal(*(torch.autograd.grad(run(r), (w, scales)) for r in (CHEAP, 0)))
 
 
 class TanhAndSigmoid(torch.autograd.Function):
