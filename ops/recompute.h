@@ -45,8 +45,9 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
            Rows rows = Rows::all);
 
 // What a convolution or a linear layer gives offer(). Recompute::if_cheap, which the default level writes, lets it run
-// again where that is cheap (traits.h), from the input that it keeps for its weight's gradient. That is a leaf, or not
-// larger than the output, and not itself made again by such a layer: no two of them run again in a row.
+// again where that is cheap (traits.h), from the input that it keeps for its weight's gradient, or that others keep.
+// That is a leaf, or not larger than the output, and not itself made again by such a layer: no two of them run again in
+// a row.
 struct LayerOffer {
   RecomputeArgument recompute;
   double flops;

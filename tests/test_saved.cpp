@@ -140,6 +140,9 @@ TEST(SavedTensors, OfALayerThatTakesFewOperationsNothingStays) {
   const Module cheap = conv(32, 32, 1), expensive = conv();
   EXPECT_EQ(kept_of_layer(conv(32, 32, 1), &cheap), all);
   EXPECT_EQ(kept_of_layer(conv(32, 32, 1), &expensive), nothing);
+  Module frozen = conv(32, 32, 1);
+  frozen.attr("weight").toTensor().set_requires_grad(false);
+  EXPECT_EQ(kept_of_layer(frozen), nothing);  // made from what the activation keeps
 }
 
 TEST(SavedTensors, AtLevelOpsTheActivationStaysToo) {

@@ -281,6 +281,12 @@ class GraphAccount {
     return runs_layer_[v] = runs;
   }
 
+  bool made_again(const Value* v) {
+    const auto values = made(v);
+    return !values.empty() &&
+           std::all_of(values.begin(), values.end(), [&](const Value* value) { return recomputed(value->node()); });
+  }
+
   bool is_leaf(const Value* v) const {
     if (v->node()->kind() == prim::Param && v->node()->owningBlock() == view_.graph->block()) return true;
     const auto needs = needs_grad_.find(v);
@@ -291,9 +297,10 @@ class GraphAccount {
   bool is_cheap(const Node* n) {
     if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
     const at::Tensor weight = weight_of(n);
-    const auto work = weight.defined() && weight.requires_grad() ? work_of(n, weight) : std::nullopt;
+    const auto work = weight.defined() ? work_of(n, weight) : std::nullopt;
     const Value* input = n->input(0);
-    const bool cheap = work && is_cheap_layer(work->operations, work->depthwise) &&
+    const bool keeps_input = work && (weight.requires_grad() || made_again(input));
+    const bool cheap = keeps_input && is_cheap_layer(work->operations, work->depthwise) &&
                        (is_leaf(input) || (work->growth >= 1 && !runs_layer(input)));
     return cheap_[n] = cheap;
   }

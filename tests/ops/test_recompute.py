@@ -1142,7 +1142,7 @@ def expensive_layers():
         "many operations": (torch.randn(16, 16, 3, 3), 1, 0, True),  # 288
         "a large depthwise filter": (torch.randn(16, 1, 7, 7), 16, 3, True),  # 98, and no product of matrices
         "a larger input": (torch.randn(8, 16, 1, 1), 1, 0, True),
-        "a frozen weight": (torch.randn(64, 16, 1, 1), 1, 0, False),  # nothing else keeps the input
+        "a frozen weight": (torch.randn(64, 16, 1, 1), 1, 0, False),  # nobody keeps the input
     }, x
 
 
@@ -1154,9 +1154,20 @@ def test_other_layers_are_kept(name):
     x.requires_grad_()
 
     def run(r):
-        return ops.act(ops.conv2d(ops.act(x, "silu", [], 1), w, None, [1, 1], [padding] * 2, [1, 1], groups, r), "silu", [], 1)
+        return ops.act(ops.conv2d(x * 1.0, w, None, [1, 1], [padding] * 2, [1, 1], groups, r), "silu", [], 1)
 
     assert bytes_left(lambda: [run(CHEAP)]) >= run(0).nbytes
+
+
+def test_a_frozen_layer_runs_again_from_what_others_keep():
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 16, 16, 16, requires_grad=True), torch.randn(64, 16, 1, 1)
+
+    def run(r):
+        return ops.act(ops.conv2d(ops.act(x, "silu", [], 1), w, None, [1, 1], [0, 0], [1, 1], 1, r), "silu", [], 1)
+
+    assert bytes_left(lambda: [run(CHEAP)]) < run(0).nbytes / 4
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), x) for r in (CHEAP, 0)))
 
 
 def test_no_two_layers_in_a_row_run_again():
