@@ -12,6 +12,7 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/inline_regions.h"
 #include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
 #include "rewriter/graph/outline.h"
@@ -100,6 +101,10 @@ class Importer {
         body_(function_graph(module_.type()->findMethod("forward"))) {}
 
   Imported run() {
+    put_with_blocks(*body_, *module_._ivalue()->compilation_unit(), [this](const Node* n) {
+      const json* node = is_opaque(n) ? &node_of(n) : nullptr;
+      return node && is_region_border(*node) ? node : nullptr;
+    });
     refuse_opaque();
     add_modules();
     drop_dropouts_of_nothing();
@@ -123,15 +128,16 @@ class Importer {
 
   const json& graph() const { return program_.at("graph_module").at("graph"); }
 
+  // The program's node that a node stands for.
+  const json& node_of(const Node* n) const { return graph().at("nodes").at(static_cast<size_t>(origin(n).value())); }
+
   void refuse_opaque() const {
     for (const Node* n : nodes())
       if (is_opaque(n))
-        throw Error(
-            ErrorKind::input,
-            fmt::format(
-                "'{}' calls {}, which TorchScript can't express, so it can't be imported; 'tsmem "
-                "rewrite' takes it.",
-                path_, graph().at("nodes").at(static_cast<size_t>(origin(n).value())).at("target").get<std::string>()));
+        throw Error(ErrorKind::input,
+                    fmt::format("'{}' calls {}, which TorchScript can't express, so it can't be imported; 'tsmem "
+                                "rewrite' takes it.",
+                                path_, node_of(n).at("target").get<std::string>()));
   }
 
   // Where p = 0, PyTorch gives the input and draws nothing; TorchScript's own derivative of dropout draws.
@@ -390,7 +396,10 @@ class Importer {
 
 Imported import_exported(const ExportedProgram& program) {
   try {
-    return Importer(program).run();
+    ExportedProgram flat = program;
+    json& graph = flat.program.at("graph_module").at("graph");
+    graph = with_regions_inline(std::move(graph));
+    return Importer(flat).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,
