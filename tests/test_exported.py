@@ -600,6 +600,76 @@ def test_operators_on_functions(tmp_path):
     fails(3, "profile", tmp_path / "m.pt2", "--input", "2x3x4x4:f64", says="operator on functions")
 
 
+class Rotary(nn.Module):
+    """Positions as transformers has them: without gradients, in float32 where autocast is on."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("speed", 1.0 / 10 ** torch.linspace(0, 3, width // 2))
+
+    @torch.no_grad()
+    def forward(self, x):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float32), self.speed.float())
+            angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class Regions(nn.Module):
+    """Regions within one another, in two modules, one twice; values of the same names in and around them."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.rotary, self.first, self.last = Rotary(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x):
+        cos, sin = self.rotary(x)
+        y = self.first(x * cos + x.flip(-1) * sin)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean((0, 1)) * 0.1)
+            fixed = self.last(y) * 2
+            with torch.enable_grad():
+                z = self.last(y) * 2
+        cos, sin = self.rotary(z)
+        return z * cos * fixed * 2 + self.mean
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+def test_regions_in_another_mode_are_imported(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = Regions().to(dtype).train()
+    example = lambda n=4: torch.rand(n, 5, 6, dtype=dtype)
+    torch.export.save(export(model, example()), tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    for mode in (True, False, True):
+        model.train(mode), module.train(mode)
+        assert_equal(steps(model, example, (4, 4)), steps(module, example, (4, 4)), 1e-9 if dtype == torch.float64 else 1e-5)
+    assert "with" in module.rotary.code and "no_grad" in module.rotary.code and "autocast" in module.rotary.code
+    if dtype == torch.float32:
+        x = example()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(model(x), module(x))
+    done = run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "m.mem.pt", "--input", "4x5x6" + (":f64" if dtype == torch.float64 else ""))
+    assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x)
+
+
+def test_a_region_under_autocast_is_not_imported(tmp_path):
+    torch.export.save(export(UnderAutocast(), torch.rand(2, 4)), tmp_path / "m.pt2")
+    fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["wrap_with_autocast", "would cast other operators than PyTorch does", "'tsmem rewrite' takes it"])
+    assert not (tmp_path / "m.pt").exists()
+
+
 # ---- files --------------------------------------------------------------------------------------------------------------
 
 
