@@ -233,7 +233,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
-  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
+  const ProductOffer offered = as_cheap_product(recompute, out, {{input, weight.requires_grad()}}, flops, depthwise);
   // The bias as autocast casts it is nobody's but ours.
   const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
   offer(

@@ -79,12 +79,15 @@ c10::Device device_named(const std::string& device) {
   }
 }
 
-ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device) {
+using ModuleOf = std::function<Module(const ExportedProgram& program, c10::Device device)>;
+
+ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device,
+                        const ModuleOf& module_of_program) {
   const Reading reading(path, archive);
   check_records(path, archive, /*tensors_alone=*/true);
   try {
     const auto program = std::make_shared<const ExportedProgram>(read_exported(path, archive));
-    ModelFile file{path, module_of(*program, device), extra_files_of(*program), program};
+    ModelFile file{path, module_of_program(*program, device), extra_files_of(*program), program};
     check_module(path, file.module);
     return file;
   } catch (const c10::Error& e) {
@@ -98,11 +101,9 @@ void write_model(const ModelFile& model, const std::function<size_t(const void*,
   torch::jit::ExportModule(model.module, write, extra);
 }
 
-}  // namespace
-
-ModelFile load_model(const std::string& path, const std::string& device) {
+ModelFile load(const std::string& path, const std::string& device, const ModuleOf& module_of_program) {
   auto archive = read_archive(path);
-  if (is_exported(archive)) return load_exported(path, archive, device_named(device));
+  if (is_exported(archive)) return load_exported(path, archive, device_named(device), module_of_program);
   if (archive.has("model.json"))
     throw Error(ErrorKind::input, "'" + path +
                                       "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
@@ -136,6 +137,16 @@ ModelFile load_model(const std::string& path, const std::string& device) {
   check_module(path, file.module);
   file.extra_files = {extra.begin(), extra.end()};
   return file;
+}
+
+}  // namespace
+
+ModelFile load_model(const std::string& path, const std::string& device) { return load(path, device, module_of); }
+
+ModelFile load_to_run(const std::string& path, const std::string& device) {
+  return load(path, device, [](const ExportedProgram& program, c10::Device where) {
+    return module_with_blocks(with_regions_inline(program), where);
+  });
 }
 
 PendingModel::PendingModel(const ModelFile& model, const std::string& path, bool force) : force_(force) {

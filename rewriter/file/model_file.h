@@ -25,6 +25,10 @@ struct ModelFile {
 // the option ops), an archive that can't be trained.
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
 
+// As load_model(), of a model that is run and not written: regions of an exported program that run in another mode
+// (inline_regions.h) are `with` blocks of TorchScript's.
+ModelFile load_to_run(const std::string& path, const std::string& device = "cpu");
+
 // A model, written in the format that it was read in to a temporary file beside `path`, synced and its directory read
 // back. It can be loaded from temporary() and looked at; commit() renames it to `path`, and without that it is removed.
 // An existing file is refused unless `force`. Nothing at `path` changes when anything fails (full disk, no permission).

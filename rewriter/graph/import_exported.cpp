@@ -97,14 +97,10 @@ class Importer {
   explicit Importer(const ExportedProgram& program)
       : program_(program.program),
         path_(program.path),
-        module_(module_of(program, c10::kCPU)),
+        module_(module_with_blocks(program, c10::kCPU)),
         body_(function_graph(module_.type()->findMethod("forward"))) {}
 
   Imported run() {
-    put_with_blocks(*body_, *module_._ivalue()->compilation_unit(), [this](const Node* n) {
-      const json* node = is_opaque(n) ? &node_of(n) : nullptr;
-      return node && is_region_border(*node) ? node : nullptr;
-    });
     refuse_opaque();
     add_modules();
     drop_dropouts_of_nothing();
@@ -397,10 +393,8 @@ std::vector<std::string> notes_;
 
 Imported import_exported(const ExportedProgram& program) {
   try {
-    ExportedProgram flat = program;
-    json& graph = flat.program.at("graph_module").at("graph");
-    graph = with_regions_inline(std::move(graph));
-    return Importer(flat).run();
+    const ExportedProgram inlined = with_regions_inline(program);
+    return Importer(inlined).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,

@@ -12,6 +12,7 @@
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/origin.h"
+#include "rewriter/method_call.h"
 
 namespace tsmem {
 
@@ -224,46 +225,55 @@ c10::ClassTypePtr compiled(const ModeClass& mode, CompilationUnit& unit) {
   return type;
 }
 
-}  // namespace
+bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
 
-json with_regions_inline(json graph) {
-  Inliner(graph).run();
-  return graph;
-}
-
-bool is_region_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
-
-void put_with_blocks(Graph& body, CompilationUnit& unit, const std::function<const json*(const Node*)>& border) {
+// Puts the nodes of `with` in place of those that stand for the borders.
+void put_with_blocks(Graph& body, CompilationUnit& unit, const json& nodes) {
   std::vector<Value*> open;
-  std::vector<Node*> nodes(body.nodes().begin(), body.nodes().end());
-  for (Node* n : nodes) {
-    const json* at = border(n);
-    if (!at) continue;
+  const std::vector<Node*> all(body.nodes().begin(), body.nodes().end());
+  for (Node* n : all) {
+    if (!is_opaque(n)) continue;
+    const int64_t index = origin(n).value();
+    const json& border = nodes.at(static_cast<size_t>(index));
+    if (!is_border(border)) continue;
     const WithInsertPoint guard(n);
-    const auto index = origin(n).value();
-    const auto add = [&](Node* made) {
-      set_origin(body.insertNode(made), index, module_path(n));
+    const auto add = [&](Symbol kind, at::ArrayRef<Value*> inputs, const c10::TypePtr& type) {
+      Node* made = body.insertNode(body.create(kind, inputs));
+      made->output()->setType(type);
+      set_origin(made, index, module_path(n));
       return made;
     };
-    if (at->at("target") == kEnd) {
-      add(body.create(prim::Exit, {open.back()}));
+    if (border.at("target") == kEnd) {
+      add(prim::Exit, {open.back()}, TensorType::get());
       open.pop_back();
     } else {
-      const auto mode = at->at("mode").get<std::vector<std::string>>();
-      const auto type = compiled(class_of(mode.at(0)), unit);
-      Value* object = add(body.create(prim::CreateObject))->output()->setType(type);
+      const auto mode = border.at("mode").get<std::vector<std::string>>();
+      Value* object = add(prim::CreateObject, {}, compiled(class_of(mode.at(0)), unit))->output();
       std::vector<Value*> arguments = {object};
       if (mode.size() > 1)
-        for (const IValue& v : {IValue(mode[1]), IValue(static_cast<int64_t>(at::ScalarType::BFloat16)), IValue(false)})
+        for (const c10::IValue& v :
+             {c10::IValue(mode[1]), c10::IValue(static_cast<int64_t>(at::ScalarType::BFloat16)), c10::IValue(false)})
           arguments.push_back(body.insertConstant(v));
-      Node* init = add(body.create(prim::CallMethod, arguments));
-      init->s_(attr::name, "__init__");
-      init->output()->setType(c10::NoneType::get());
-      add(body.create(prim::Enter, {object}))->output()->setType(c10::NoneType::get());
+      add(prim::CallMethod, arguments, NoneType::get())->s_(attr::name, "__init__");
+      add(prim::Enter, {object}, NoneType::get());
       open.push_back(object);
     }
     n->destroy();
   }
+}
+
+}  // namespace
+
+ExportedProgram with_regions_inline(ExportedProgram program) {
+  Inliner(program.program.at("graph_module").at("graph")).run();
+  return program;
+}
+
+Module module_with_blocks(const ExportedProgram& inlined, c10::Device device) {
+  Module m = module_of(inlined, device);
+  put_with_blocks(*function_graph(m.type()->findMethod("forward")), *m._ivalue()->compilation_unit(),
+                  inlined.program.at("graph_module").at("graph").at("nodes"));
+  return m;
 }
 
 }  // namespace tsmem

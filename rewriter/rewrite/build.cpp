@@ -36,8 +36,8 @@ RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Le
     const bool expensive = offers_recompute(op) == Offers::expensive;
     const bool again = level != Level::ops && !expensive;
     if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
-    const bool layer = level == Level::regions && traits_of(op).layer;
-    const Recompute how = again ? Recompute::shared : layer ? Recompute::if_cheap : Recompute::off;
+    const bool if_cheap = level == Level::regions && traits_of(op).may_be_cheap;
+    const Recompute how = again ? Recompute::shared : if_cheap ? Recompute::if_cheap : Recompute::off;
     if (level != Level::plan) return g.insertConstant(argument_of(how));
     const std::string name = kRecompute + std::to_string(attributes++);
     std::unordered_set<const c10::ivalue::Object*> done;
