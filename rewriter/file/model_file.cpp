@@ -15,6 +15,7 @@
 #include "rewriter/file/new_file.h"
 #include "rewriter/file/op_library.h"
 #include "rewriter/graph/exported_program.h"
+#include "rewriter/graph/inline_regions.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;
@@ -101,7 +102,7 @@ void write_model(const ModelFile& model, const std::function<size_t(const void*,
   torch::jit::ExportModule(model.module, write, extra);
 }
 
-ModelFile load(const std::string& path, const std::string& device, const ModuleOf& module_of_program) {
+ModelFile load_by(const std::string& path, const std::string& device, const ModuleOf& module_of_program) {
   auto archive = read_archive(path);
   if (is_exported(archive)) return load_exported(path, archive, device_named(device), module_of_program);
   if (archive.has("model.json"))
@@ -141,10 +142,10 @@ ModelFile load(const std::string& path, const std::string& device, const ModuleO
 
 }  // namespace
 
-ModelFile load_model(const std::string& path, const std::string& device) { return load(path, device, module_of); }
+ModelFile load_model(const std::string& path, const std::string& device) { return load_by(path, device, module_of); }
 
 ModelFile load_to_run(const std::string& path, const std::string& device) {
-  return load(path, device, [](const ExportedProgram& program, c10::Device where) {
+  return load_by(path, device, [](const ExportedProgram& program, c10::Device where) {
     return module_with_blocks(with_regions_inline(program), where);
   });
 }

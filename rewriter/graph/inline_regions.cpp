@@ -28,20 +28,20 @@ const char* const kTables[] = {"tensor_values", "sym_int_values", "sym_float_val
 
 // A region: its mode, as a border has it ("no_grad", "enable_grad", "autocast" and a type of devices), its graph, and
 // what goes in.
-struct Region {
+struct ModeRegion {
   std::vector<std::string> mode;
   const json* graph = nullptr;
   std::vector<const json*> inputs;
 };
 
-std::optional<Region> region_of(const json& node) {
+std::optional<ModeRegion> region_of(const json& node) {
   const auto target = node.at("target").get<std::string>();
   const bool autocast = target == "torch.ops.higher_order.wrap_with_autocast";
   if (!autocast && target != "torch.ops.higher_order.wrap_with_set_grad_enabled") return std::nullopt;
   const json& given = node.at("inputs");
   const auto argument = [&](size_t i) -> const json& { return given.at(i).at("arg"); };
   const size_t at = autocast ? 4 : 1;  // device, dtype, enabled, cache; or enabled
-  Region region;
+  ModeRegion region;
   region.graph = &argument(at).at("as_graph").at("graph");
   const bool enabled = argument(autocast ? 2 : 0).at("as_bool").get<bool>();
   // What an autocast casts, TorchScript decides by other lists than eager PyTorch.
@@ -101,7 +101,7 @@ class Inliner {
   }
 
   // False where its inputs and results are no tensors or numbers by name.
-  bool add_region(const Region& region, const json& node) {
+  bool add_region(const ModeRegion& region, const json& node) {
     json inner = *region.graph;
     const auto formal = names_in(inner.at("inputs")), results = names_in(inner.at("outputs"));
     const auto outputs = names_in(node.at("outputs"));
@@ -215,20 +215,20 @@ def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
 )"};
 }
 
-c10::ClassTypePtr compiled(const ModeClass& mode, CompilationUnit& unit) {
-  if (auto known = unit.get_class(c10::QualifiedName(mode.name))) return known;
-  auto type = c10::ClassType::create(c10::QualifiedName(mode.name), unit.weak_from_this(), /*is_module=*/false);
+c10::ClassTypePtr compiled(const ModeClass& mode, const std::shared_ptr<CompilationUnit>& unit) {
+  if (auto known = unit->get_class(c10::QualifiedName(mode.name))) return known;
+  auto type = c10::ClassType::create(c10::QualifiedName(mode.name), unit, /*is_module=*/false);
   for (const auto& [name, of] : mode.attributes) type->addAttribute(name, of);
-  unit.register_type(type);
+  unit->register_type(type);
   const SimpleSelf self(type);
-  unit.define(c10::QualifiedName(mode.name), mode.source, nativeResolver(), &self);
+  unit->define(c10::QualifiedName(mode.name), mode.source, nativeResolver(), &self);
   return type;
 }
 
 bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
 
 // Puts the nodes of `with` in place of those that stand for the borders.
-void put_with_blocks(Graph& body, CompilationUnit& unit, const json& nodes) {
+void put_with_blocks(Graph& body, const std::shared_ptr<CompilationUnit>& unit, const json& nodes) {
   std::vector<Value*> open;
   const std::vector<Node*> all(body.nodes().begin(), body.nodes().end());
   for (Node* n : all) {
@@ -271,7 +271,7 @@ ExportedProgram with_regions_inline(ExportedProgram program) {
 
 Module module_with_blocks(const ExportedProgram& inlined, c10::Device device) {
   Module m = module_of(inlined, device);
-  put_with_blocks(*function_graph(m.type()->findMethod("forward")), *m._ivalue()->compilation_unit(),
+  put_with_blocks(*function_graph(m.type()->findMethod("forward")), m._ivalue()->compilation_unit(),
                   inlined.program.at("graph_module").at("graph").at("nodes"));
   return m;
 }
