@@ -234,23 +234,15 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
   const ProductOffer offered = as_cheap_product(recompute, out, {{input, weight.requires_grad()}}, flops, depthwise);
-  // The bias as autocast casts it is nobody's but ours.
-  const Tensor cast = b && !b->is_leaf() ? b->detach() : Tensor();
   offer(
-      out, {input, weight, cast.defined() ? Tensor() : value_or_undefined(b)},
-      [args, cast, version = cast.defined() ? cast._version() : 0](std::vector<Tensor>& from,
-                                                                   const std::vector<bool>&) {
-        TORCH_CHECK(
-            !cast.defined() || cast._version() == version,
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-            "bias of a convolution that is run again in backward");
-        return Conv::forward_of(from[0], from[1], optional(cast.defined() ? cast : from[2]), args,
-                                [&](const Tensor& part, const Tensor& w, const OptTensor& bias) {
-                                  const Tensor x =
-                                      args.pad_after.empty() ? part : at::constant_pad_nd(part, args.pad_after);
-                                  return at::convolution(x, w, bias, args.stride, args.padding, args.dilation,
-                                                         args.transposed, args.output_padding, args.groups);
-                                });
+      out, {input, weight, value_or_undefined(b)},
+      [args](std::vector<Tensor>& from, const std::vector<bool>&) {
+        return Conv::forward_of(
+            from[0], from[1], optional(from[2]), args, [&](const Tensor& part, const Tensor& w, const OptTensor& bias) {
+              const Tensor x = args.pad_after.empty() ? part : at::constant_pad_nd(part, args.pad_after);
+              return at::convolution(x, w, bias, args.stride, args.padding, args.dilation, args.transposed,
+                                     args.output_padding, args.groups);
+            });
       },
       offered.recompute, Pieces::no, offered.flops);
   return batched ? out : out.squeeze(0);
