@@ -34,9 +34,9 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
 
 // Whether a product takes so little time that backward may run it again: one of matrices with at most 128 columns and
 // rows that meet (a linear layer of 128 features, attention's scores), a convolution of 128 channels and 1x1 filters or
-// 14 and 3x3, and a depthwise one (as many groups as channels) up to 5x5, which is no product of matrices and takes
-// some four times as long. operations: of an element of its output, two for each number that is multiplied.
-constexpr bool is_cheap_product(double operations, bool depthwise) { return operations * (depthwise ? 4 : 1) <= 256; }
+// 14 and 3x3, and a depthwise one (as many groups as channels) of 3x3 filters, which is no product of matrices and
+// takes up to eight times as long. operations: of an element of its output, two for each number that is multiplied.
+constexpr bool is_cheap_product(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 256; }
 
 constexpr OperatorTraits traits_of(std::string_view name) {
   for (const OperatorTraits& t : kOperatorTraits)

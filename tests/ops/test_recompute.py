@@ -1096,7 +1096,7 @@ CHEAP = 3  # the argument `recompute`
 
 
 def cheap_layers():
-    """Inputs, weights, layers: at most 256 operations for an element of the output, in depthwise ones 64."""
+    """Inputs, weights, layers: at most 256 operations for an element of the output, in depthwise ones 32."""
     torch.manual_seed(0)
     x2, x1 = torch.randn(4, 16, 16, 16), torch.randn(4, 16, 64)
 
@@ -1108,7 +1108,7 @@ def cheap_layers():
         "conv1d": (x1, torch.randn(64, 16, 1), lambda x, w, r: ops.conv1d(x, w, None, [1], [0], [1], 1, r)),
         "conv2d 1x1": (x2, torch.randn(64, 16, 1, 1), conv2d(0)),
         "conv2d 3x3": (x2, torch.randn(128, 14, 3, 3) / 11, lambda x, w, r: conv2d(1)(x[:, :14].contiguous(), w, r)),
-        "depthwise": (x2, torch.randn(16, 1, 5, 5), conv2d(2, 1, 16)),
+        "depthwise": (x2, torch.randn(16, 1, 3, 3), conv2d(1, 1, 16)),
         "conv3d": (torch.randn(1, 1, 16, 16, 16), torch.randn(16, 1, 3, 3, 3) / 5, lambda x, w, r: ops.conv3d(x, w, None, [1] * 3, [1] * 3, [1] * 3, 1, r)),
         "conv_transpose2d": (x2, torch.randn(16, 32, 2, 2), lambda x, w, r: ops.conv_transpose2d(x, w, None, [2, 2], [0, 0], [0, 0], 1, [1, 1], r)),
         "linear": (torch.randn(256, 128), torch.randn(128, 128) / 11, lambda x, w, r: ops.linear(x, w, None, r)),
@@ -1140,7 +1140,7 @@ def expensive_layers():
     x = torch.randn(4, 16, 16, 16)
     return {
         "many operations": (torch.randn(16, 16, 3, 3), 1, 0, True),  # 288
-        "a large depthwise filter": (torch.randn(16, 1, 7, 7), 16, 3, True),  # 98, and no product of matrices
+        "a large depthwise filter": (torch.randn(16, 1, 5, 5), 16, 2, True),  # 50, and no product of matrices
         "a larger input": (torch.randn(8, 16, 1, 1), 1, 0, True),
         "a frozen weight": (torch.randn(64, 16, 1, 1), 1, 0, False),  # nobody keeps the input
     }, x
