@@ -23,6 +23,10 @@ std::optional<c10::Stream> stream_of(const Tensor& t) {
   return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
+// Whether its memory was given back while the tensor stays, as that of the parameters of a module is that FSDP shards:
+// it is there again for that module's own backward alone.
+static bool is_emptied(const Tensor& t) { return t.has_storage() && t.numel() > 0 && t.storage().nbytes() == 0; }
+
 // The leaves of a recipe in the order of place(), and of these those that are kept in any case; false where one has
 // gone or was changed.
 static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unordered_set<const c10::TensorImpl*>& kept,
@@ -36,7 +40,7 @@ static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unor
       auto impl = s.tensor->lock();
       if (!impl) return false;
       Tensor t(std::move(impl));
-      if (t.is_inference() || t._version() != s.version) return false;
+      if (t.is_inference() || t._version() != s.version || is_emptied(t)) return false;
       if (s.kept) kept.insert(t.unsafeGetTensorImpl());
       leaves.push_back(std::move(t));
     }
