@@ -358,11 +358,10 @@ Run add_rewrite(CLI::App& app, const Common& common) {
   };
   app.add_option("MODEL.pt", o->model, "A TorchScript file, or a program of torch.export (.pt2)")->required();
   app.add_option("-o,--output", o->output, "The rewritten file; needed unless --dry-run")->type_name("OUT.pt");
-  app.add_option(
-         "--level", o->level,
-         "ops: operator by operator. regions (default): norms, activations and the like are recomputed in "
-         "backward, and convolutions and products of matrices that take few operations. plan: the fastest choice for "
-         "--budget, all convolutions, linear layers and attentions included")
+  app.add_option("--level", o->level,
+                 "ops: operator by operator. regions (default): norms, activations and the like are recomputed in "
+                 "backward, and convolutions and linear layers that take few operations. plan: the fastest choice for "
+                 "--budget, all convolutions, linear layers and attentions included")
       ->check(CLI::IsMember({"ops", "regions", "plan"}));
   many("--input", o->inputs, "An argument of forward, such as 8x3x224x224: verify the numbers too; repeatable", "SPEC");
   app.add_option("--inputs", o->inputs_file, "All arguments at once: a tuple saved by torch.save")

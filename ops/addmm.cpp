@@ -77,15 +77,12 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
                     a.dim() == dims && b.dim() == dims;
   if (!ours) return product(self, a, b, by, dims == 3);
   const Tensor out = Product::apply(a, b, self, by);
-  const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
-  const ProductOffer offered =
-      as_cheap_product(recompute, out, {{a, b.requires_grad()}, {b, a.requires_grad()}}, flops);
   offer(
       out, {value_or_undefined(self), a, b},
       [by](std::vector<Tensor>& from, const std::vector<bool>&) {
         return product(optional(from[0]), from[1], from[2], by, from[1].dim() == 3);
       },
-      offered.recompute, Pieces::no, offered.flops);
+      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
   return out;
 }
 

@@ -233,7 +233,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
-  const ProductOffer offered = as_cheap_product(recompute, out, {{input, weight.requires_grad()}}, flops, depthwise);
+  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
   offer(
       out, {input, weight, value_or_undefined(b)},
       [args](std::vector<Tensor>& from, const std::vector<bool>&) {

@@ -68,7 +68,7 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
   if (!ours) return at::linear(input, weight, bias);
   const Tensor out = Linear::apply(input, weight, b);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1));
-  const ProductOffer offered = as_cheap_product(recompute, out, {{input, weight.requires_grad()}}, flops);
+  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops);
   offer(
       out, {input, weight, value_or_undefined(b)},
       [](std::vector<Tensor>& from, const std::vector<bool>&) {

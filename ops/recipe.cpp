@@ -71,7 +71,7 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
     lock.lock();  // never against the order of the graph: sources never wait for what is made from them
     if (own) *own = false;
     if (recipe->made.defined()) return recipe->made;
-    hold = recipe->expensive || ((level <= 1 || recipe->product) && needed_soon(*recipe, user));
+    hold = recipe->expensive || ((level <= 1 || recipe->layer) && needed_soon(*recipe, user));
   }
   std::vector<Tensor> operands;
   std::vector<bool> spare;
@@ -125,7 +125,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   view->depth = known->recipe->depth;
   view->expensive_depth = known->recipe->expensive_depth;
   view->view = true;
-  view->runs_product = known->recipe->runs_product;
+  view->runs_layer = known->recipe->runs_layer;
   view->strides = c10::DimVector(t.strides());
   view->stream = known->recipe->stream;
   view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),

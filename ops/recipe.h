@@ -21,12 +21,12 @@ struct Recipe {
   std::vector<Source> sources;
   Make make;
   Pieces pieces = Pieces::no;
-  int depth = 1;              // cheap recipes in a row
-  int expensive_depth = 0;    // expensive ones in a row
-  bool expensive = false;     // made once in a pass of backward
-  bool view = false;          // of the only source
-  bool product = false;       // a cheap one of matrices, or a convolution (Recompute::if_cheap)
-  bool runs_product = false;  // it is, or something that it is made from
+  int depth = 1;            // cheap recipes in a row
+  int expensive_depth = 0;  // expensive ones in a row
+  bool expensive = false;   // made once in a pass of backward
+  bool view = false;        // of the only source
+  bool layer = false;       // a cheap layer's (Recompute::if_cheap)
+  bool runs_layer = false;  // it is, or something that it is made from
   Rows rows = Rows::all;
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
   c10::DimVector strides;             // the output's

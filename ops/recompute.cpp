@@ -68,7 +68,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->pieces = pieces;
   recipe->expensive = flops > 0;
   recipe->shared = !recipe->expensive && recompute.how != Recompute::each_time;
-  recipe->product = recipe->runs_product = recompute.how == Recompute::if_cheap;
+  recipe->layer = recipe->runs_layer = recompute.how == Recompute::if_cheap;
   recipe->stream = stream_of(output);
   recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
@@ -83,14 +83,14 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      s.kept = recipe->product && recipe->sources.empty() && t.is_leaf();
+      s.kept = recipe->layer && recipe->sources.empty() && t.is_leaf();
       const bool kept = s.kept || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
           if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
-        recipe->runs_product |= s.recipe->runs_product;
+        recipe->runs_layer |= s.recipe->runs_layer;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
@@ -108,21 +108,19 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   hold(output, std::move(held));
 }
 
-// Whether t is made again by another product.
-static bool runs_product(const Tensor& t) {
+// Whether t is made again by another layer.
+static bool runs_layer(const Tensor& t) {
   std::vector<Tensor> leaves;
   const RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves);
-  return recipe && recipe->runs_product;
+  return recipe && recipe->runs_layer;
 }
 
-ProductOffer as_cheap_product(RecomputeArgument recompute, const Tensor& output, std::initializer_list<Factor> inputs,
-                              double flops, bool depthwise) {
+LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
+                          double flops, bool depthwise) {
   if (recompute.how != Recompute::if_cheap) return {recompute, flops};
-  const bool there = std::all_of(inputs.begin(), inputs.end(), [&](const Factor& f) {
-    return (f.kept || costs_nothing(f.tensor)) &&
-           (f.tensor.is_leaf() || (f.tensor.numel() <= output.numel() && !runs_product(f.tensor)));
-  });
-  const bool cheap = is_cheap_product(flops / static_cast<double>(output.numel()), depthwise) && there;
+  const bool keeps_input = weight.requires_grad() || costs_nothing(input);
+  const bool cheap = keeps_input && is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
+                     (input.is_leaf() || (output.numel() >= input.numel() && !runs_layer(input)));
   return {cheap ? Recompute::if_cheap : Recompute::off, 0};
 }
 

@@ -44,20 +44,16 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
            Rows rows = Rows::all);
 
-// What a convolution, a linear layer or another product of matrices gives offer(). Recompute::if_cheap, which the
-// default level writes, lets it run again where that is cheap (traits.h) and from what is there anyway. `inputs`: what
-// it multiplies, but for a layer's weight. Each has to be kept, and to be a leaf, or not larger than the output and not
-// itself made again by such an op: no two of them run again in a row.
-struct Factor {
-  const at::Tensor& tensor;
-  bool kept;  // by the op itself, for a gradient
-};
-struct ProductOffer {
+// What a convolution or a linear layer gives offer(). Recompute::if_cheap, which the default level writes, lets it run
+// again where that is cheap (traits.h), from the input that it keeps for its weight's gradient, or that others keep.
+// That is a leaf, or not larger than the output, and not itself made again by such a layer: no two of them run again in
+// a row.
+struct LayerOffer {
   RecomputeArgument recompute;
   double flops;
 };
-ProductOffer as_cheap_product(RecomputeArgument recompute, const at::Tensor& output,
-                              std::initializer_list<Factor> inputs, double flops, bool depthwise = false);
+LayerOffer as_cheap_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
+                          const at::Tensor& weight, double flops, bool depthwise = false);
 
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.

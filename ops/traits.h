@@ -8,16 +8,16 @@ namespace tsmem {
 struct OperatorTraits {
   std::string_view name;      // qualified; for all overloads
   bool expensive = false;     // a product of matrices or a convolution: computing it again takes much time
-  bool may_be_cheap = false;  // but little, where it takes few operations (is_cheap_product)
+  bool may_be_cheap = false;  // but little, where it takes few operations (is_cheap_layer)
   bool calls_method = false;  // only calls a method of a module, in which the operators are
 };
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::_convolution", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::addmm", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::addmm", .expensive = true},
     {.name = "tsmem::autocast", .calls_method = true},
-    {.name = "tsmem::baddbmm", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::bmm", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::baddbmm", .expensive = true},
+    {.name = "tsmem::bmm", .expensive = true},
     {.name = "tsmem::checkpoint", .calls_method = true},
     {.name = "tsmem::conv1d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv2d", .expensive = true, .may_be_cheap = true},
@@ -27,16 +27,16 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::conv_transpose2d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv_transpose3d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::linear", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::matmul", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::mm", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::matmul", .expensive = true},
+    {.name = "tsmem::mm", .expensive = true},
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
 };
 
-// Whether a product takes so little time that backward may run it again: one of matrices with at most 128 columns and
-// rows that meet (a linear layer of 128 features, attention's scores), a convolution of 128 channels and 1x1 filters or
-// 14 and 3x3, and a depthwise one (as many groups as channels) of 3x3 filters, which is no product of matrices and
-// takes up to eight times as long. operations: of an element of its output, two for each number that is multiplied.
-constexpr bool is_cheap_product(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 256; }
+// Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 128
+// features or channels with 1x1 filters, of 14 with 3x3, and a depthwise one (as many groups as channels) of 3x3, which
+// is no product of matrices and takes up to eight times as long. operations: of an element of its output, two for each
+// of the weight's elements that it meets.
+constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 256; }
 
 constexpr OperatorTraits traits_of(std::string_view name) {
   for (const OperatorTraits& t : kOperatorTraits)

@@ -237,7 +237,7 @@ class GraphAccount {
     return product;
   }
 
-  // A convolution's or linear layer's work, as is_cheap_product() takes it, and how much larger its output is than its
+  // A convolution's or linear layer's work, as is_cheap_layer() takes it, and how much larger its output is than its
   // input, without what padding adds; nothing where that can't be told.
   struct Work {
     double operations;
@@ -266,19 +266,19 @@ class GraphAccount {
     return Work{all / second / *steps, grouped && weight.size(0) == groups->toInt(), second * *steps / first};
   }
 
-  // Whether what backward makes v again from has a product that runs again.
-  bool runs_product(const Value* v) {
-    if (const auto known = runs_product_.find(v); known != runs_product_.end()) return known->second;
-    runs_product_[v] = false;  // a loop's values go round
+  // Whether what backward makes v again from has a layer that runs again.
+  bool runs_layer(const Value* v) {
+    if (const auto known = runs_layer_.find(v); known != runs_layer_.end()) return known->second;
+    runs_layer_[v] = false;  // a loop's values go round
     const auto values = made(v);
     const bool runs = std::any_of(values.begin(), values.end(), [&](const Value* value) {
       const Node* maker = value->node();
       if (!recomputed(maker)) return false;
       return traits_of(maker->kind().toQualString()).may_be_cheap ||
              std::any_of(maker->inputs().begin(), maker->inputs().end(),
-                         [&](const Value* in) { return holds_tensors(in->type()) && runs_product(in); });
+                         [&](const Value* in) { return holds_tensors(in->type()) && runs_layer(in); });
     });
-    return runs_product_[v] = runs;
+    return runs_layer_[v] = runs;
   }
 
   bool made_again(const Value* v) {
@@ -293,16 +293,15 @@ class GraphAccount {
     return needs == needs_grad_.end() || !needs->second;
   }
 
-  // As as_cheap_product() in ops/recompute.cpp decides when it runs. What has no weight is taken for expensive: its
-  // sizes are not in the graph.
+  // As as_cheap_layer() in ops/recompute.cpp decides when it runs.
   bool is_cheap(const Node* n) {
     if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
     const at::Tensor weight = weight_of(n);
     const auto work = weight.defined() ? work_of(n, weight) : std::nullopt;
     const Value* input = n->input(0);
     const bool keeps_input = work && (weight.requires_grad() || made_again(input));
-    const bool cheap = keeps_input && is_cheap_product(work->operations, work->depthwise) &&
-                       (is_leaf(input) || (work->growth >= 1 && !runs_product(input)));
+    const bool cheap = keeps_input && is_cheap_layer(work->operations, work->depthwise) &&
+                       (is_leaf(input) || (work->growth >= 1 && !runs_layer(input)));
     return cheap_[n] = cheap;
   }
 
@@ -325,7 +324,7 @@ class GraphAccount {
   }
 
   std::unordered_set<const Value*> counted_;
-  std::unordered_map<const Value*, bool> runs_product_;
+  std::unordered_map<const Value*, bool> runs_layer_;
   std::unordered_map<const Node*, bool> cheap_;
 };
 
