@@ -665,6 +665,26 @@ def test_regions_in_another_mode_are_imported(tmp_path, dtype):
     assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("how", ["a node without inputs", "a region without a mode", "a border of no region"])
+def test_damaged_regions(tmp_path, how):
+    torch.export.save(export(Regions(), torch.rand(4, 5, 6)), tmp_path / "m.pt2")
+
+    def change(program):
+        region = next(n for n in program["nodes"] if "wrap_with" in n["target"])
+        if how == "a node without inputs":
+            inner = next(i["arg"]["as_graph"] for i in region["inputs"] if "as_graph" in i["arg"])
+            del inner["graph"]["nodes"][0]["inputs"]
+        elif how == "a region without a mode":
+            del region["inputs"][0]
+        else:
+            program["nodes"].insert(0, {"target": "tsmem.region.end", "inputs": [], "outputs": [], "metadata": {}})
+
+    with_records(tmp_path / "m.pt2", tmp_path / "bad.pt2", graph(change))
+    for command in (["import", "-o", tmp_path / "out.pt"], ["profile", "--input", "4x5x6"]):
+        fails(3, command[0], tmp_path / "bad.pt2", *command[1:], says="damaged")
+    assert not (tmp_path / "out.pt").exists()
+
+
 class UnderAutocast(nn.Module):
     def __init__(self):
         super().__init__()

@@ -54,6 +54,7 @@ bool is_size(const json& v) {
 }
 
 bool is_argument(const json& v);
+bool is_graph(const json& graph);
 
 bool is_optional_tensor(const json& v) {
   return v.is_object() && v.size() == 1 && (has(v, "as_tensor", is_named) || v.contains("as_none"));
@@ -86,7 +87,7 @@ const std::map<std::string, Check>& kinds() {
       {"as_device", is_device},
       {"as_complex", is_complex},
       {"as_custom_obj", is_named},
-      {"as_graph", is_named},
+      {"as_graph", [](const json& v) { return is_named(v) && has(v, "graph", is_graph); }},
       {"as_string_to_argument", [](const json& v) { return each(v, is_argument); }},
   };
   return checks;
@@ -140,18 +141,23 @@ size_t names_of_spec(const json& spec) {
   return argument.contains("name") ? 1 : is_argument(argument) ? names_in(json::array({argument})).size() : 0;
 }
 
-}  // namespace
-
-bool is_graph_module(const json& graph_module) {
-  if (!has(graph_module, "graph", is_object) || !has(graph_module, "signature", is_object)) return false;
-  const json &graph = graph_module["graph"], &signature = graph_module["signature"];
+bool is_graph(const json& graph) {
+  if (!is_object(graph)) return false;
   for (const char* arguments : {"inputs", "outputs"})
     if (!graph.contains(arguments) || !all(graph[arguments], is_argument)) return false;
   if (!graph.contains("nodes") || !all(graph["nodes"], is_node)) return false;
   if (!graph.contains("tensor_values") || !each(graph["tensor_values"], is_description)) return false;
   for (const char* table : {"sym_int_values", "sym_float_values", "sym_bool_values"})
     if (graph.contains(table) && !is_object(graph[table])) return false;
-  if (graph.contains("sym_int_values") && !each(graph["sym_int_values"], is_size)) return false;
+  return !graph.contains("sym_int_values") || each(graph["sym_int_values"], is_size);
+}
+
+}  // namespace
+
+bool is_graph_module(const json& graph_module) {
+  if (!has(graph_module, "graph", is_object) || !has(graph_module, "signature", is_object)) return false;
+  const json &graph = graph_module["graph"], &signature = graph_module["signature"];
+  if (!is_graph(graph)) return false;
   if (!signature.contains("input_specs") || !all(signature["input_specs"], is_input_spec)) return false;
   if (!signature.contains("output_specs") || !all(signature["output_specs"], is_output_spec)) return false;
   const json &inputs = signature["input_specs"], &outputs = signature["output_specs"];

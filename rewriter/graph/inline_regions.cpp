@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/origin.h"
@@ -68,6 +69,8 @@ std::string stack_of(const json& node) {
   return node.contains("metadata") ? node["metadata"].value("nn_module_stack", "") : "";
 }
 
+bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
+
 class Inliner {
  public:
   explicit Inliner(json& graph) : graph_(graph) {
@@ -92,8 +95,9 @@ class Inliner {
     });
   }
 
-  // Adds a node whose inputs have their final names, or its region's.
+  // Adds a node, or its region's.
   void add(json node, const std::string& stack) {
+    if (is_border(node)) throw json::other_error::create(501, "a border of no region", nullptr);
     for (json& input : node["inputs"]) rename(input["arg"], outer_);
     if (!stack.empty() && stack_of(node).empty()) node["metadata"]["nn_module_stack"] = stack;
     const auto region = region_of(node);
@@ -225,8 +229,6 @@ c10::ClassTypePtr compiled(const ModeClass& mode, const std::shared_ptr<Compilat
   return type;
 }
 
-bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
-
 // Puts the nodes of `with` in place of those that stand for the borders.
 void put_with_blocks(Graph& body, const std::shared_ptr<CompilationUnit>& unit, const json& nodes) {
   std::vector<Value*> open;
@@ -265,7 +267,13 @@ void put_with_blocks(Graph& body, const std::shared_ptr<CompilationUnit>& unit, 
 }  // namespace
 
 ExportedProgram with_regions_inline(ExportedProgram program) {
-  Inliner(program.program.at("graph_module").at("graph")).run();
+  try {
+    Inliner(program.program.at("graph_module").at("graph")).run();
+  } catch (const json::exception&) {
+    throw Error(
+        ErrorKind::input,
+        "'" + program.path + "' is damaged: its graph is not as torch.export writes it; copy or save it again.");
+  }
   return program;
 }
 
