@@ -162,6 +162,16 @@ class GraphAccount {
     return false;
   }
 
+  // An attribute that is a flag of the model's own ("use_res_connect"), which decides what its code does.
+  std::optional<bool> flag(const Value* v) const {
+    const auto path = attribute_path(v);
+    if (!path || path->ends_with("training")) return std::nullopt;
+    const Module owner = submodule(module_, parent_path(*path));
+    const std::string name = path->substr(path->rfind('.') + 1);
+    if (!owner.hasattr(name) || !owner.attr(name).isBool()) return std::nullopt;
+    return owner.attr(name).toBool();
+  }
+
   // The values whose memory v is, or may hold.
   const std::unordered_set<const Value*>& made(const Value* v) {
     const auto known = made_.find(v);
@@ -178,7 +188,9 @@ class GraphAccount {
         add_of(n->owningBlock()->outputs()[v->offset()]);
       }
     } else if (n->kind() == prim::If) {
-      for (const Block* b : n->blocks()) add_of(b->outputs()[v->offset()]);
+      const auto taken = flag(n->input());
+      for (size_t b = 0; b < n->blocks().size(); ++b)
+        if (!taken || *taken == (b == 0)) add_of(n->blocks()[b]->outputs()[v->offset()]);
     } else if (n->kind() == prim::Loop) {
       add_of(n->input(v->offset() + 2));
       add_of(n->blocks()[0]->outputs()[v->offset() + 1]);
@@ -293,6 +305,26 @@ class GraphAccount {
     return needs == needs_grad_.end() || !needs->second;
   }
 
+  // Whether v is made of whole maps' means alone, as a squeeze-and-excitation's scale is: so small that it is kept.
+  bool is_of_means(const Value* v) {
+    if (const auto known = of_means_.find(v); known != of_means_.end()) return known->second;
+    of_means_[v] = false;  // a loop's values go round
+    const auto values = made(v);
+    const bool all = !values.empty() && std::all_of(values.begin(), values.end(), [&](const Value* value) {
+      const Node* maker = value->node();
+      const std::string op = maker->kind().toUnqualString();
+      if (op == "mean" || op.starts_with("adaptive_avg_pool")) return true;
+      bool any = false;
+      for (const Value* in : maker->inputs()) {
+        if (!holds_tensors(in->type()) || made(in).empty()) continue;
+        if (!is_of_means(in)) return false;
+        any = true;
+      }
+      return any;
+    });
+    return of_means_[v] = all;
+  }
+
   // As as_cheap_layer() in ops/recompute.cpp decides when it runs.
   bool is_cheap(const Node* n) {
     if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
@@ -300,7 +332,7 @@ class GraphAccount {
     const auto work = weight.defined() ? work_of(n, weight) : std::nullopt;
     const Value* input = n->input(0);
     const bool keeps_input = work && (weight.requires_grad() || made_again(input));
-    const bool cheap = keeps_input && is_cheap_layer(work->operations, work->depthwise) &&
+    const bool cheap = keeps_input && !is_of_means(input) && is_cheap_layer(work->operations, work->depthwise) &&
                        (is_leaf(input) || (work->growth >= 1 && !runs_layer(input)));
     return cheap_[n] = cheap;
   }
@@ -324,7 +356,7 @@ class GraphAccount {
   }
 
   std::unordered_set<const Value*> counted_;
-  std::unordered_map<const Value*, bool> runs_layer_;
+  std::unordered_map<const Value*, bool> runs_layer_, of_means_;
   std::unordered_map<const Node*, bool> cheap_;
 };
 
