@@ -32,11 +32,11 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
 };
 
-// Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 128
-// features or channels with 1x1 filters, of 14 with 3x3, and a depthwise one (as many groups as channels) of 3x3, which
-// is no product of matrices and takes up to eight times as long. operations: of an element of its output, two for each
-// of the weight's elements that it meets.
-constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 256; }
+// Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 96 features
+// or channels with 1x1 filters, of 10 with 3x3, and a depthwise one (as many groups as channels) of 3x3, which is no
+// product of matrices and takes up to eight times as long. operations: of an element of its output, two for each of the
+// weight's elements that it meets.
+constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 192; }
 
 constexpr OperatorTraits traits_of(std::string_view name) {
   for (const OperatorTraits& t : kOperatorTraits)
