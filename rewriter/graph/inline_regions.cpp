@@ -13,7 +13,7 @@
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/origin.h"
-#include "rewriter/method_call.h"
+#include "rewriter/modules.h"
 
 namespace tsmem {
 
