@@ -80,7 +80,7 @@ c10::Device device_named(const std::string& device) {
   }
 }
 
-using ModuleOf = std::function<Module(const ExportedProgram& program, c10::Device device)>;
+using ModuleOf = std::function<torch::jit::Module(const ExportedProgram& program, c10::Device device)>;
 
 ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device,
                         const ModuleOf& module_of_program) {
