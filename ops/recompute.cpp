@@ -118,8 +118,8 @@ static bool runs_layer(const Tensor& t) {
 LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
                           double flops, bool depthwise) {
   if (recompute.how != Recompute::if_cheap) return {recompute, flops};
-  const bool keeps_input = weight.requires_grad() || costs_nothing(input);
-  const bool cheap = keeps_input && is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
+  const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
+                     (weight.requires_grad() || costs_nothing(input)) &&
                      (input.is_leaf() || (output.numel() >= input.numel() && !runs_layer(input)));
   return {cheap ? Recompute::if_cheap : Recompute::off, 0};
 }

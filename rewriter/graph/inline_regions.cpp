@@ -178,7 +178,7 @@ class Inliner {
 struct ModeClass {
   const char* name;
   std::vector<std::pair<const char*, c10::TypePtr>> attributes;
-  const char* source;
+  std::string source;
 };
 
 ModeClass class_of(const std::string& mode) {
@@ -199,24 +199,16 @@ def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
   const bool enable = mode == "enable_grad";
   return {enable ? "__torch__.torch.autograd.grad_mode.enable_grad" : "__torch__.torch.autograd.grad_mode.no_grad",
           {{"prev", c10::BoolType::get()}},
-          enable ? R"(
+          fmt::format(R"(
 def __init__(self) -> None:
     self.prev = False
 def __enter__(self) -> None:
     self.prev = torch.is_grad_enabled()
-    torch.set_grad_enabled(True)
+    torch.set_grad_enabled({})
 def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
     torch.set_grad_enabled(self.prev)
-)"
-                 : R"(
-def __init__(self) -> None:
-    self.prev = False
-def __enter__(self) -> None:
-    self.prev = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-    torch.set_grad_enabled(self.prev)
-)"};
+)",
+                      enable ? "True" : "False")};
 }
 
 c10::ClassTypePtr compiled(const ModeClass& mode, const std::shared_ptr<CompilationUnit>& unit) {
