@@ -8,6 +8,7 @@
 
 #include "common.h"
 #include "conv_slabs.h"
+#include "norm_relu_conv.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -89,10 +90,21 @@ int64_t out_numel(const Tensor& input, const Tensor& weight, const ConvArgs& arg
                                                  args.transposed, args.output_padding, args.groups));
 }
 
-// Whether it may be cut into slabs.
-bool slabs_fit(const ConvArgs& args) { return !args.transposed && args.groups == 1 && args.pad_after.empty(); }
+// An ordinary convolution, which may be cut into slabs, and for which a device may have kernels that read a norm's
+// input.
+bool is_plain(const ConvArgs& args) { return !args.transposed && args.groups == 1 && args.pad_after.empty(); }
 
 ConvWindow window_of(const ConvArgs& args) { return {args.stride, args.padding, args.dilation}; }
+
+// The weight's gradient from what the kept input, relu(batch_norm(x)), is made from; undefined where no kernel does
+// that.
+Tensor weight_gradient_of_norm(const SavedTensors& kept, const Tensor& grad, IntArrayRef weight_sizes,
+                               const ConvWindow& window) {
+  if (!has_norm_relu_conv(grad)) return {};
+  const auto operands = kept.operands_of(0, Form::norm_relu);
+  return operands.empty() ? Tensor()
+                          : norm_relu_conv_weight_gradient(norm_relu_of(operands), grad, weight_sizes, window);
+}
 
 struct Conv : torch::autograd::Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
@@ -125,7 +137,7 @@ struct Conv : torch::autograd::Function<Conv> {
     const bool cut = copied(input) && copied(weight) && input.dim() >= 3;
     const int64_t parts = cut ? parts_of(input.sizes(), out_numel(input, weight, args), weight) : 1;
     if (parts <= 1) {
-      const int64_t slabs = cut && slabs_fit(args) ? conv_slabs(input, weight, window_of(args)) : 1;
+      const int64_t slabs = cut && is_plain(args) ? conv_slabs(input, weight, window_of(args)) : 1;
       return slabs <= 1 ? aten_forward(input, weight, bias)
                         : conv_by_slabs(input, weight, bias, window_of(args), slabs);
     }
@@ -172,8 +184,8 @@ struct Conv : torch::autograd::Function<Conv> {
     // Differentiable as a whole only.
     const bool cut = !at::GradMode::is_enabled() && data["copied"].toBool() && copied(grad);
     const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
-    const bool slabs_fit =
-        cut && parts <= 1 && !data["transposed"].toBool() && data["groups"].toInt() == 1 && pad_after.empty();
+    const bool plain = !data["transposed"].toBool() && data["groups"].toInt() == 1 && pad_after.empty();
+    const bool slabs_fit = cut && parts <= 1 && plain;
     const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
       if (slabs_fit) {
         const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
@@ -206,7 +218,11 @@ struct Conv : torch::autograd::Function<Conv> {
     } else {
       // An input that is recomputed is gone before its gradient is there.
       g = {Tensor(), Tensor(), Tensor()};
-      if (want[1] || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
+      if (plain && want[1] && !want[2]) {
+        const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
+        g[1] = weight_gradient_of_norm(kept, grad, ints("weight_sizes"), {stride, padding, dilation});
+      }
+      if ((want[1] && !g[1].defined()) || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
     }
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "convolution", grad);
@@ -234,6 +250,11 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
   const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
+  MakeWithoutNorm without_norm;
+  if (is_plain(args) && !b && has_norm_relu_conv(input))
+    without_norm = [args](const std::vector<Tensor>& from) {
+      return norm_relu_conv(norm_relu_of(from), from[kNormReluOperands], window_of(args));
+    };
   offer(
       out, {input, weight, value_or_undefined(b)},
       [args](std::vector<Tensor>& from, const std::vector<bool>&) {
@@ -244,7 +265,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
                                      args.output_padding, args.groups);
             });
       },
-      offered.recompute, Pieces::no, offered.flops);
+      offered.recompute, Pieces::no, offered.flops, Rows::all, Form::any, std::move(without_norm));
   return batched ? out : out.squeeze(0);
 }
 

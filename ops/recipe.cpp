@@ -63,6 +63,42 @@ bool needed_soon(const Recipe& recipe, int64_t user) {
   return after != recipe.users.begin() && user - *std::prev(after) <= kNear;
 }
 
+// A recipe's sources, and (spare, unless null) which of them are nobody else's; from number `begin` on.
+static std::vector<Tensor> sources_again(const Recipe& recipe, const Tensor* leaves, const Visited& first, int64_t user,
+                                         int level, std::vector<bool>* spare, size_t begin = 0) {
+  std::vector<Tensor> sources;
+  const Tensor* leaf = leaves + first.at(&recipe);
+  for (size_t i = 0; i < recipe.sources.size(); ++i) {
+    const RecipePtr& from = recipe.sources[i].recipe;
+    const Tensor* own = from ? nullptr : leaf++;
+    if (i < begin) continue;
+    bool ours = false;
+    sources.push_back(from ? make_again(from, leaves, first, user, level, &ours) : *own);
+    if (spare) spare->push_back(ours);
+  }
+  return sources;
+}
+
+std::vector<Tensor> operands_again(const Recipe& recipe, const Tensor* leaves, const Visited& first, int64_t user,
+                                   int level) {
+  {
+    std::lock_guard<std::mutex> lock(recipe.mutex);
+    if (recipe.made.defined() || needed_soon(recipe, user)) return {};
+  }
+  return sources_again(recipe, leaves, first, user, level, nullptr);
+}
+
+// The recipe's output, without its first source; undefined where no kernel does.
+static Tensor make_without_norm(const Recipe& recipe, const Tensor* leaves, const Visited& first, int64_t user,
+                                int level) {
+  const RecipePtr norm = recipe.without_norm ? recipe.sources[0].recipe : nullptr;
+  if (!norm || norm->form != Form::norm_relu) return {};
+  std::vector<Tensor> operands = operands_again(*norm, leaves, first, user, level + 1);
+  if (operands.empty()) return {};
+  for (Tensor& t : sources_again(recipe, leaves, first, user, level, nullptr, 1)) operands.push_back(std::move(t));
+  return recipe.without_norm(operands);
+}
+
 Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int level,
                   bool* own) {
   std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
@@ -73,16 +109,13 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
     if (recipe->made.defined()) return recipe->made;
     hold = recipe->expensive || ((level <= 1 || recipe->layer) && needed_soon(*recipe, user));
   }
-  std::vector<Tensor> operands;
-  std::vector<bool> spare;
-  const Tensor* leaf = leaves + first.at(recipe.get());
   const int next = level + (recipe->pieces == Pieces::no && !recipe->view);
-  for (const Source& s : recipe->sources) {
-    bool ours = false;
-    operands.push_back(s.recipe ? make_again(s.recipe, leaves, first, user, next, &ours) : *leaf++);
-    spare.push_back(ours);
+  Tensor made = make_without_norm(*recipe, leaves, first, user, next);
+  std::vector<bool> spare;
+  if (!made.defined()) {
+    std::vector<Tensor> operands = sources_again(*recipe, leaves, first, user, next, &spare);
+    made = recipe->make(operands, spare);
   }
-  Tensor made = recipe->make(operands, spare);
   // Another order of operands, or one that was overwritten, may give others.
   if (made.strides() != at::IntArrayRef(recipe->strides)) made = in_strides(at::alias(made), recipe->strides);
   if (own) *own = !hold && (!recipe->view || spare[0]);

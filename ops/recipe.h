@@ -28,6 +28,8 @@ struct Recipe {
   bool layer = false;       // a cheap layer's (Recompute::if_cheap)
   bool runs_layer = false;  // it is, or something that it is made from
   Rows rows = Rows::all;
+  Form form = Form::any;
+  MakeWithoutNorm without_norm;       // or none
   int64_t columns = 0;                // of the output's last dimension, with Rows::own
   c10::DimVector strides;             // the output's
   std::optional<c10::Stream> stream;  // of a device that has streams
@@ -61,6 +63,10 @@ bool needed_soon(const Recipe& recipe, int64_t user);
 // them all would cost more memory than it saves time.
 at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const Visited& first, int64_t user,
                       int level = 0, bool* own = nullptr);
+
+// What the recipe's output is made from, as make_again() would have it; none where the output is held or needed soon.
+std::vector<at::Tensor> operands_again(const Recipe& recipe, const at::Tensor* leaves, const Visited& first,
+                                       int64_t user, int level);
 
 // The recipe of t, where it has one that holds and is worth it, and its leaves in the order of place().
 RecipePtr usable_recipe(const at::Tensor& t, std::vector<at::Tensor>& leaves);

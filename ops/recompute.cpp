@@ -54,7 +54,7 @@ static void offer_back(const Tensor& output) {
 }
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
-           Pieces pieces, double flops, Rows rows) {
+           Pieces pieces, double flops, Rows rows, Form form, MakeWithoutNorm without_norm) {
   const auto& node = output.grad_fn();
   if (!recompute.offered() || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (Journal* now = noting()) {
@@ -66,6 +66,8 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   auto recipe = std::make_shared<Recipe>();
   recipe->make = std::move(make);
   recipe->pieces = pieces;
+  recipe->form = form;
+  recipe->without_norm = std::move(without_norm);
   recipe->expensive = flops > 0;
   recipe->shared = !recipe->expensive && recompute.how != Recompute::each_time;
   recipe->layer = recipe->runs_layer = recompute.how == Recompute::if_cheap;

@@ -39,10 +39,18 @@ enum class Pieces { no, yes };
 //
 // Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
 // operands of other sizes: make() takes any number of rows.
+//
+// form: Form::norm_relu for relu(batch_norm(x)) of the operands x, weight, bias, mean and inverse deviation: kernels
+// may compute from these in its place (norm_relu_conv.h).
+//
+// without_norm: makes the output without its first operand, whose form is norm_relu: from that one's operands, followed
+// by the others. Undefined where no kernel does.
 enum class Rows { all, own };
+enum class Form { any, norm_relu };
+using MakeWithoutNorm = std::function<at::Tensor(const std::vector<at::Tensor>& operands)>;
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make,
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
-           Rows rows = Rows::all);
+           Rows rows = Rows::all, Form form = Form::any, MakeWithoutNorm without_norm = nullptr);
 
 // What a convolution or a linear layer gives offer(). Recompute::if_cheap, which the default level writes, lets it run
 // again where that is cheap (traits.h), from the input that it keeps for its weight's gradient, or that others keep.
@@ -105,6 +113,8 @@ class SavedTensors {
   // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,
   // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there.
   void by_rows(size_t slot, const std::function<void(int64_t first, const at::Tensor& rows)>& f) const;
+  // The operands of tensor `slot`, where it has that form and nobody holds it or needs it soon; else none.
+  std::vector<at::Tensor> operands_of(size_t slot, Form form) const;
   // Whether operator[] makes it: then it's detached from the graph.
   bool made(size_t slot) const;
   bool any_made() const;

@@ -43,6 +43,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_norm_cpu(m);
   register_norm_meta(m);
   register_norm_pool_cpu(m);
+  register_norm_relu_conv(m);
   register_offload(m);
   register_prelu(m);
   register_prelu_cpu(m);

@@ -37,6 +37,7 @@ void register_norm(torch::Library& m);
 void register_norm_cpu(torch::Library& m);
 void register_norm_meta(torch::Library& m);
 void register_norm_pool_cpu(torch::Library& m);
+void register_norm_relu_conv(torch::Library& m);
 void register_offload(torch::Library& m);
 void register_prelu(torch::Library& m);
 void register_prelu_cpu(torch::Library& m);

@@ -144,6 +144,13 @@ Tensor SavedTensors::operator[](size_t slot) const {
   return make_again(recipes_[slot], leaves_.data(), places_[slot], user_);
 }
 
+std::vector<Tensor> SavedTensors::operands_of(size_t slot, Form form) const {
+  const RecipePtr& recipe = recipes_[slot];
+  if (!recipe || recipe->form != form) return {};
+  const Below below;
+  return operands_again(*recipe, leaves_.data(), places_[slot], user_, 1);
+}
+
 namespace {
 
 // Blocks that a core's own cache holds, of enough rows that a matrix product over them is not slower than one over all.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,22 +55,37 @@ double seconds_of(F&& f) {
 }
 #endif
 
+// Whether the fused way is taken for `key`; nothing where that has not been tried.
+inline std::optional<bool> known_to_take_fused(const std::string& key) {
+  Trials& all = trials();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto known = all.found.find(key);
+  return known == all.found.end() ? std::nullopt : std::optional(known->second.takes_fused());
+}
+
+// From now on the fused way is not taken for `key`.
+inline void give_up_fused(const std::string& key, const std::string& why) {
+  Trials& all = trials();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  Trial& trial = all.found[key];
+  trial.equal = false;
+  trial.failed = why;
+}
+
 // Whether the fused way is taken for `key`. At its first use both run, in turns, and wait for the device: neither may
-// have effects. same(): whether they gave the same. Nothing is tried, and the plain way taken, while a CUDA graph is
-// captured, and where the device has no memory for both.
+// have effects. same(): whether they gave the same; nothing (std::nullopt) where their results don't tell, as those
+// that are not finite. Nothing is tried, and the plain way taken, while a CUDA graph is captured, and where the device
+// has no memory for both.
 template <class Plain, class Fused, class Same>
 bool takes_fused(const std::string& key, Plain&& plain, Fused&& fused, Same&& same) {
-  Trials& all = trials();
-  {
-    std::lock_guard<std::mutex> lock(all.mutex);
-    const auto known = all.found.find(key);
-    if (known != all.found.end()) return known->second.takes_fused();
-  }
+  if (const auto known = known_to_take_fused(key)) return *known;
   if (is_capturing()) return false;
   constexpr int kRounds = 5;
   Trial trial;
   try {
-    trial.equal = same(plain(), fused());
+    const std::optional<bool> equal = same(plain(), fused());
+    if (!equal) return false;
+    trial.equal = *equal;
     std::vector<double> plain_times, fused_times;
     for (int i = 0; trial.equal && i < kRounds; ++i) {
       plain_times.push_back(seconds_of([&] { plain(); }));
@@ -86,6 +102,7 @@ bool takes_fused(const std::string& key, Plain&& plain, Fused&& fused, Same&& sa
   } catch (const c10::Error& e) {
     trial.failed = e.what_without_backtrace();
   }
+  Trials& all = trials();
   std::lock_guard<std::mutex> lock(all.mutex);
   return all.found.emplace(key, trial).first->second.takes_fused();
 }

@@ -1,0 +1,57 @@
+#include "norm_relu_conv.h"
+
+#include "conv_slabs.h"
+#include "raw_op.h"
+#include "registration.h"
+
+namespace tsmem {
+
+using at::IntArrayRef;
+using at::Tensor;
+
+namespace {
+
+using ForwardOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                               const Tensor& invstd, const Tensor& conv_weight, IntArrayRef stride, IntArrayRef padding,
+                               IntArrayRef dilation)>;
+using GradientOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                const Tensor& invstd, const Tensor& grad, IntArrayRef weight_sizes, IntArrayRef stride,
+                                IntArrayRef padding, IntArrayRef dilation)>;
+
+const ForwardOp& forward_op() {
+  static const ForwardOp op("tsmem::_norm_relu_conv");
+  return op;
+}
+
+}  // namespace
+
+NormRelu norm_relu_of(const std::vector<Tensor>& operands) {
+  return {operands[0], optional(operands[1]), optional(operands[2]), operands[3], operands[4]};
+}
+
+bool has_norm_relu_conv(const Tensor& t) { return has_kernel(forward_op().handle(), t); }
+
+Tensor norm_relu_conv(const NormRelu& norm, const Tensor& weight, const ConvWindow& window) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return forward_op()(norm.input, norm.weight, norm.bias, norm.mean, norm.invstd, weight, window.stride, window.padding,
+                      window.dilation);
+}
+
+Tensor norm_relu_conv_weight_gradient(const NormRelu& norm, const Tensor& grad, IntArrayRef weight_sizes,
+                                      const ConvWindow& window) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const GradientOp op("tsmem::_norm_relu_conv_weight_gradient");
+  return op(norm.input, norm.weight, norm.bias, norm.mean, norm.invstd, grad, weight_sizes, window.stride,
+            window.padding, window.dilation);
+}
+
+void register_norm_relu_conv(torch::Library& m) {
+  m.def(
+      "_norm_relu_conv(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor conv_weight, "
+      "int[] stride, int[] padding, int[] dilation) -> Tensor");
+  m.def(
+      "_norm_relu_conv_weight_gradient(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor "
+      "grad, int[] weight_sizes, int[] stride, int[] padding, int[] dilation) -> Tensor");
+}
+
+}  // namespace tsmem

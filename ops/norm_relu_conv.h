@@ -1,0 +1,32 @@
+// Convolutions of relu(batch_norm(x)) from x, so that the activation is never in memory: where backward needs one only
+// for a convolution's weight, or runs the convolution again. Raw ops, for devices that have such kernels
+// (cuda/cudnn_ops.cpp).
+#pragma once
+#include "common.h"
+
+namespace tsmem {
+
+struct ConvWindow;
+
+// The operands of a recipe whose form is norm_relu; more may follow.
+struct NormRelu {
+  at::Tensor input;
+  OptTensor weight, bias;
+  at::Tensor mean, invstd;
+};
+NormRelu norm_relu_of(const std::vector<at::Tensor>& operands);
+// How many operands those are.
+constexpr size_t kNormReluOperands = 6;
+
+// Whether t's device has kernels for these.
+bool has_norm_relu_conv(const at::Tensor& t);
+
+// The output of a convolution in one group, without a bias and not transposed; undefined where no kernel takes it, or
+// another way is faster.
+at::Tensor norm_relu_conv(const NormRelu& norm, const at::Tensor& weight, const ConvWindow& window);
+
+// The gradient of its weight from that of its output, as above.
+at::Tensor norm_relu_conv_weight_gradient(const NormRelu& norm, const at::Tensor& grad, at::IntArrayRef weight_sizes,
+                                          const ConvWindow& window);
+
+}  // namespace tsmem
