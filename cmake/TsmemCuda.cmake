@@ -43,6 +43,10 @@ endif()
 
 file(GLOB _kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/ops/cuda/*.cu)
 file(GLOB _sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/ops/cuda/*.cpp)
+list(REMOVE_ITEM _sources ${PROJECT_SOURCE_DIR}/ops/cuda/cudnn_plans.cpp)
+if(NOT TARGET tsmem_cudnn_plans)
+  list(REMOVE_ITEM _sources ${PROJECT_SOURCE_DIR}/ops/cuda/cudnn_ops.cpp)
+endif()
 add_library(tsmem_cuda_kernels OBJECT ${_kernels})
 target_include_directories(tsmem_cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 # C++17 in kernels: CMake 3.25 does not know that nvcc 13 has C++20.
@@ -52,6 +56,11 @@ add_library(tsmem_ops_cuda SHARED ${_sources} $<TARGET_OBJECTS:tsmem_cuda_kernel
 # The runtime is linked statically (CMake's default), as cuDNN's and NCCL's is; device and streams are the driver's, and so PyTorch's.
 target_link_libraries(tsmem_ops_cuda PRIVATE tsmem::torch ${TSMEM_TORCH}/lib/libtorch_cuda.so ${TSMEM_TORCH}/lib/libc10_cuda.so)
 target_link_options(tsmem_ops_cuda PRIVATE -Wl,--exclude-libs,ALL)
+if(TARGET tsmem_cudnn_plans)
+  target_sources(tsmem_ops_cuda PRIVATE $<TARGET_OBJECTS:tsmem_cudnn_plans>)
+  target_compile_definitions(tsmem_ops_cuda PRIVATE TSMEM_CUDNN)
+  target_include_directories(tsmem_ops_cuda SYSTEM PRIVATE ${TSMEM_CUDNN_INCLUDE})
+endif()
 target_include_directories(tsmem_ops_cuda PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 target_include_directories(tsmem_ops_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 set_target_properties(tsmem_ops_cuda PROPERTIES LINKER_LANGUAGE CXX BUILD_RPATH ${TSMEM_TORCH}/lib)

@@ -83,7 +83,7 @@ std::vector<Tensor> operands_again(const Recipe& recipe, const Tensor* leaves, c
                                    int level) {
   {
     std::lock_guard<std::mutex> lock(recipe.mutex);
-    if (recipe.made.defined() || needed_soon(recipe, user)) return {};
+    if (recipe.made.defined()) return {};
   }
   return sources_again(recipe, leaves, first, user, level, nullptr);
 }

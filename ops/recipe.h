@@ -64,7 +64,8 @@ bool needed_soon(const Recipe& recipe, int64_t user);
 at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const Visited& first, int64_t user,
                       int level = 0, bool* own = nullptr);
 
-// What the recipe's output is made from, as make_again() would have it; none where the output is held or needed soon.
+// What the recipe's output is made from, as make_again() would have it; none where the output is held. Others that need
+// it soon are no reason to make it: each of them may do without it too.
 std::vector<at::Tensor> operands_again(const Recipe& recipe, const at::Tensor* leaves, const Visited& first,
                                        int64_t user, int level);
 

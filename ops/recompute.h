@@ -113,7 +113,7 @@ class SavedTensors {
   // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,
   // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there.
   void by_rows(size_t slot, const std::function<void(int64_t first, const at::Tensor& rows)>& f) const;
-  // The operands of tensor `slot`, where it has that form and nobody holds it or needs it soon; else none.
+  // The operands of tensor `slot`, where it has that form and is not held as a whole; else none.
   std::vector<at::Tensor> operands_of(size_t slot, Form form) const;
   // Whether operator[] makes it: then it's detached from the graph.
   bool made(size_t slot) const;

@@ -11,13 +11,12 @@
 #include <sstream>
 
 #include "common.h"
-#include "conv_slabs.h"
 #include "cuda/affine.h"
 #include "cuda/cudnn_plans.h"
 #include "cuda/device.h"
 #include "cuda/raw_ops.h"
 #include "cuda/trial.h"
-#include "norm_ops.h"
+#include "raw_op.h"
 #ifndef TSMEM_EMULATE_CUDA
 #include <ATen/cudnn/Handle.h>
 #endif
@@ -157,8 +156,20 @@ std::optional<bool> alike(const Tensor& plain, const Tensor& fused) {
   return (fused.to(at::kFloat) - a).norm().item<double>() <= 8 * rounding * size.item<double>();
 }
 
+using ApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                             const Tensor& invstd, const OptTensor& other, const Act& act, const OptTensor& out)>;
 Tensor activation(const Norm& norm) {
-  return norm_apply(norm.x, norm.weight, norm.bias, norm.mean, norm.invstd, {}, Act{ActKind::relu}, {});
+  static const ApplyOp op("tsmem::_batch_norm_act_apply");
+  return op(norm.x, norm.weight, norm.bias, norm.mean, norm.invstd, {}, Act{ActKind::relu}, {});
+}
+
+// Of a convolution of four dimensions.
+std::vector<int64_t> output_sizes(const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                  IntArrayRef dilation) {
+  std::vector<int64_t> sizes{input.size(0), weight.size(0)};
+  for (int64_t d : {0, 1})
+    sizes.push_back((input.size(d + 2) + 2 * padding[d] - dilation[d] * (weight.size(d + 2) - 1) - 1) / stride[d] + 1);
+  return sizes;
 }
 
 // By the graph where that is the faster way, else nothing. plain(): the same as PyTorch computes it.
@@ -184,7 +195,7 @@ Tensor norm_relu_conv_op(const Tensor& input, const OptTensor& weight, const Opt
   const FusedConv conv{cpu_dtype(input.scalar_type()),
                        input.sizes().vec(),
                        conv_weight.sizes().vec(),
-                       conv_output_size(input, conv_weight, stride, padding, dilation, false, {0, 0}, 1),
+                       output_sizes(input, conv_weight, stride, padding, dilation),
                        stride.vec(),
                        padding.vec(),
                        dilation.vec()};
@@ -195,9 +206,11 @@ Tensor norm_relu_conv_op(const Tensor& input, const OptTensor& weight, const Opt
 }
 
 Tensor norm_relu_conv_weight_gradient_op(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                                         const Tensor& mean, const Tensor& invstd, const Tensor& grad,
+                                         const Tensor& mean, const Tensor& invstd, const Tensor& given_grad,
                                          IntArrayRef weight_sizes, IntArrayRef stride, IntArrayRef padding,
                                          IntArrayRef dilation) {
+  // As at::convolution_backward does.
+  const Tensor grad = given_grad.dim() == 4 ? given_grad.contiguous(at::MemoryFormat::ChannelsLast) : given_grad;
   if (weight_sizes.size() != 4 || !takes(input, grad, weight_sizes)) return {};
   const FusedConv conv{cpu_dtype(input.scalar_type()),
                        input.sizes().vec(),

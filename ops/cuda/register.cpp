@@ -7,5 +7,7 @@ TORCH_LIBRARY_IMPL(tsmem, CUDA, m) {
   tsmem::cuda::implement_mask(m);
   tsmem::cuda::implement_dropout(m);
   tsmem::cuda::implement_graph(m);
+#ifdef TSMEM_CUDNN
   tsmem::cuda::implement_cudnn(m);
+#endif
 }

@@ -371,3 +371,65 @@ print("fine")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
                           env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("switch", ["", "0"])
+def test_convolutions_of_a_norm_read_its_input(switch):
+    """The weight's gradient, and a convolution that runs again, by the fused graphs: emulated, their operations one by one."""
+    code = """
+import os, sys, torch
+import conftest
+conftest.load()
+torch.ops.load_library(str(conftest.emulated_library()))
+ops = torch.ops.tsmem
+last = torch.channels_last
+def numbers(*shape):
+    return (torch.randn(*shape) * 0.5).half()
+def convolution(x, w, again, bias=None):
+    return ops.conv2d(x, w, bias, [1, 1], [1, 1], [1, 1], 1, again)
+def step(fused, training=True, mean=0.0, again=0, dtype=torch.half, width=24, bias=False):
+    torch.backends.cudnn.benchmark = fused
+    torch.manual_seed(0)
+    x = numbers(2, 16, 9, 9).to(dtype).to(memory_format=last).requires_grad_()
+    w1, w2, w3 = (numbers(k, c, 3, 3).to(dtype).to(memory_format=last).requires_grad_() for k, c in ((width, 16), (32, width), (8, 32)))
+    norms = [[torch.rand(c) + 0.5, torch.randn(c), torch.randn(c) * 0.1 + mean, torch.rand(c) + 0.5] for c in (width, 32)]
+    b2 = numbers(32).to(dtype).requires_grad_() if bias else None
+    for weight, bias, *_ in norms:
+        weight.requires_grad_(), bias.requires_grad_()
+    def normed(y, n):
+        return ops.batch_norm_act(y, *n, training, 0.1, 1e-5, True, "relu", [], 1)
+    y = convolution(x, w1, 0)
+    y = convolution(normed(y, norms[0]), w2, again, b2)
+    y = convolution(normed(y, norms[1]), w3, 0)
+    inputs = [x, w1, w2, w3, *[p for n in norms for p in n[:2]]]
+    return y, torch.autograd.grad((y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), inputs)
+def compare(**options):
+    plain, fused = step(False, **options), step(True, **options)
+    assert torch.equal(plain[0], fused[0])
+    differ = 0
+    for a, b in zip(plain[1], fused[1]):
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert (a.double() - b.double()).norm() <= 4e-3 * a.double().norm(), options
+        differ += not torch.equal(a, b)
+    return differ
+if os.environ.get("TSMEM_CUDNN") == "0":
+    assert compare() == 0
+    sys.exit(print("fine"))
+assert compare() == 2, "the gradients of two weights are fused, and nothing else"
+assert compare(training=False) == 2
+assert compare(again=1) > 2, "a convolution runs again fused"
+assert compare(again=1, bias=True) == 2, "one with a bias runs again as PyTorch runs it"
+assert compare(dtype=torch.float) == 0 and compare(width=20) == 1, "16 bits and channels in eights alone"
+# The benchmark flag alone lets it choose, and determinism never does.
+torch.backends.cudnn.deterministic = True
+assert compare() == 0
+torch.backends.cudnn.deterministic = False
+# A mean far from 0: coefficients of 16 bits would lose too much, and from then on this shape is PyTorch's.
+assert compare(width=40, training=False) == 2
+assert compare(width=48, training=False, mean=60.0) == 0
+assert compare(width=48, training=False) < 2
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "TSMEM_CUDNN": switch, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
