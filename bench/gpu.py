@@ -151,27 +151,27 @@ def milliseconds(fs, seconds=0.5):
     return [statistics.median(t) for t in times]
 
 
-def step_of(m, x):
+def step_of(m, x, dtype=torch.bfloat16):
     def step():
         for p in m.parameters():
             p.grad = None
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, dtype):
             y = m(x)
         y.float().square().mean().backward()
 
     return step
 
 
-def memory_of(m, x):
+def memory_of(m, x, dtype=torch.bfloat16):
     """Bytes held after forward, and at the peak of a step, beyond weights, gradients and input."""
-    step = step_of(m, x)
+    step = step_of(m, x, dtype)
     for _ in range(3):
         step()
     synchronize()
     empty_cache()
     before = allocated()[0]
     forget_peak()
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, dtype):
         y = m(x)
     saved = allocated()[0] - before
     y.float().square().mean().backward()
@@ -411,6 +411,16 @@ def variants(name):
 
     yield "compile", compiled(1.0)
     yield "compile .5", compiled(0.5)
+    # cuDNN's fused graphs take float16.
+    yield "pytorch f16", lambda: load(name, "pytorch")
+    yield "tsmem f16", lambda: load(name, "regions")
+    yield "cudnn f16", lambda: load(name, "regions")
+
+
+def dtype_of(what):
+    """A variant's dtype under autocast; turns cuDNN's fused graphs on for the last one alone."""
+    os.environ["TSMEM_CUDNN"] = "1" if what == "cudnn f16" else "0"
+    return torch.float16 if what.endswith(" f16") else torch.bfloat16
 
 
 def models_table(a):
@@ -426,9 +436,9 @@ def models_table(a):
                 continue
             check_time()
             try:
-                m = make()
-                saved, peak = memory_of(m, x)
-                (ms,) = milliseconds([step_of(m, x)], 2.0)
+                m, dtype = make(), dtype_of(what)
+                saved, peak = memory_of(m, x, dtype)
+                (ms,) = milliseconds([step_of(m, x, dtype)], 2.0)
             except Exception as error:
                 table.add(**key, error=first_line(error))
                 print(f"{name:18}{batch:6}  {what:12}({first_line(error)})")
@@ -437,7 +447,8 @@ def models_table(a):
                 m = None
                 empty_cache()
             table.add(**key, saved=saved, peak=peak, ms=ms)
-            first = next((r for r in table.rows if r["model"] == name and r["what"] == "pytorch" and "ms" in r), table.rows[-1])
+            of = "pytorch f16" if what.endswith(" f16") else "pytorch"
+            first = next((r for r in table.rows if r["model"] == name and r["what"] == of and "ms" in r), table.rows[-1])
             ratios = [now / max(1e-9, first[k]) for k, now in (("saved", saved), ("peak", peak), ("ms", ms))]
             print(f"{name:18}{batch:6}  {what:12}{saved / 2**20:10.0f}{ratios[0]:7.2f}{peak / 2**20:10.0f}{ratios[1]:7.2f}{ms:9.1f}{ratios[2]:7.2f}", flush=True)
 

@@ -40,7 +40,7 @@ struct Fused {
 };
 
 bool wanted() {
-  static const char* const set = std::getenv("TSMEM_CUDNN");
+  const char* const set = std::getenv("TSMEM_CUDNN");
   const auto& context = at::globalContext();
   if (context.deterministicCuDNN() || context.deterministicAlgorithms() || !context.userEnabledCuDNN()) return false;
   return set && *set ? std::string(set) != "0" : context.benchmarkCuDNN();
