@@ -1052,6 +1052,7 @@ said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("tsmem").addHandler(handler)
+logging.getLogger("tsmem").setLevel("INFO")
 torch.manual_seed(0)
 x, net = torch.randn(16, 8, dtype=torch.float64), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
 def step(model, f):
@@ -1063,7 +1064,8 @@ net.zero_grad()
 parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 for a, b in zip(step(net, torch.compile(net, backend="tsmem")), want):
     torch.testing.assert_close(a, b)
-assert any("runs as it is: it works on DTensor, which wraps other tensors" in s for s in said), said
+# PyTorch 2.11 gives the backend a graph of each process's own tensors.
+assert any("1 smooth-activation" in s or "runs as it is: it works on DTensor, which wraps other tensors" in s for s in said), said
 print("equal")
 dist.destroy_process_group()
 """
