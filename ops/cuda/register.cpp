@@ -7,4 +7,5 @@ TORCH_LIBRARY_IMPL(tsmem, CUDA, m) {
   tsmem::cuda::implement_mask(m);
   tsmem::cuda::implement_dropout(m);
   tsmem::cuda::implement_graph(m);
+  tsmem::cuda::implement_ways(m);
 }

@@ -12,6 +12,7 @@ void implement(torch::Library& m) {
   tsmem::cuda::implement_pool(m);
   tsmem::cuda::implement_mask(m);
   tsmem::cuda::implement_dropout(m);
+  tsmem::cuda::implement_ways(m);
 }
 
 constexpr const char* kNames[] = {"_act_mask",
@@ -26,7 +27,8 @@ constexpr const char* kNames[] = {"_act_mask",
                                   "_batch_norm_act_max_pool2d_apply",
                                   "_scale_grad",
                                   "_fused_dropout",
-                                  "_fused_dropout_again"};
+                                  "_fused_dropout_again",
+                                  "_ways"};
 }  // namespace
 
 TORCH_LIBRARY(tsmem_emulated, m) {
