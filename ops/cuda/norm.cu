@@ -253,6 +253,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (group < groups && at.y == 0) set_output(out, f64, group, sum);
 }
 
+constexpr Block kFinish{kGroups, kLanes};
+
 }  // namespace
 
 void norm_stats(const NormArgs& a, const Split& s, double* partial, Stream stream) {

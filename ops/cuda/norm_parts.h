@@ -105,9 +105,7 @@ __device__ inline void set_output(void* to, bool f64, int64_t i, double value) {
 
 // Blocks that add parts: kGroups channels side by side, kLanes threads for the parts of each.
 constexpr unsigned kGroups = 4, kLanes = 64;
-
-constexpr Block kFinish{kGroups, kLanes};
-inline int64_t finish_blocks(int64_t n) { return (n + kGroups - 1) / kGroups; }
+__host__ __device__ inline int64_t finish_blocks(int64_t n) { return (n + kGroups - 1) / kGroups; }
 
 // The sums over at.y of each group's numbers, for the threads with at.y 0.
 __device__ inline double sum_over_lanes(double v, const Place& at) {
@@ -122,7 +120,7 @@ __device__ inline double sum_over_lanes(double v, const Place& at) {
   return sum;
 }
 
-// Mean, inverse deviation and running statistics of a block of kFinish's kGroups channels.
+// Mean, inverse deviation and running statistics of a block's kGroups channels.
 __device__ inline void finish_channels(const StatsArgs& a, const Place& at) {
   const int64_t c = at.block * kGroups + at.x;
   const bool here = c < a.channels;
@@ -311,7 +309,7 @@ __device__ inline void sum_parts(const double* partial, int64_t group, int64_t g
   dot = sum_over_lanes(dot, at);
 }
 
-// The gradients of the parameters, and tilt and level, of a block of kFinish's kGroups channels.
+// The gradients of the parameters, and tilt and level, of a block's kGroups channels.
 __device__ inline void finish_channels(const SumsArgs& a, const Place& at) {
   const int64_t c = at.block * kGroups + at.x;
   double sum, dot;

@@ -73,7 +73,7 @@ template <class Args>
 __device__ inline void finish(const Args& args) {
   sync_grid();
   for (int64_t b = blockIdx.x; b < finish_blocks(args.channels); b += gridDim.x)
-    finish_channels(args, place_in(b, kFinish));
+    finish_channels(args, place_in(b, {kGroups, kLanes}));
   sync_grid();
 }
 

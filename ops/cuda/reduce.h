@@ -66,7 +66,7 @@ struct Place {
 };
 __device__ inline Place own_place() { return {blockIdx.x, threadIdx.x, threadIdx.y, blockDim.x, blockDim.y}; }
 // In a block of kThreads in a row that does the work of another one. Those that are too many have y >= high.
-__device__ inline Place place_in(int64_t block, const Block& of) {
+__device__ inline Place place_in(int64_t block, Block of) {
   return {block, threadIdx.x % of.x, threadIdx.x / of.x, of.x, of.y};
 }
 
