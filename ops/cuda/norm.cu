@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2) stats_planar(NormArgs a, Split s,
 
 template <class T, bool whole>
 __global__ void __launch_bounds__(kThreads, 3) stats_rows(NormArgs a, Split s, double* partial) {
-  stats_of_rows<T, whole, 8>(a, s, own_place(), partial, [](int64_t, const Octet<T>&) {});
+  stats_of_rows<T, whole, 8>(a, s, own_place(), partial, [](const Octet<T>&) {});
 }
 
 __global__ void __launch_bounds__(kThreads, 2) finish_stats(StatsArgs a) { finish_channels(a, own_place()); }

@@ -25,8 +25,8 @@ __device__ inline Moments moments_about(A shift, A sum, A squares, double count)
   return {shift + s / count, q - s * s / count};
 }
 
-// partial[part, channel] = count, mean and squared deviations of a block's rows. keep(i, octet): what a thread read of
-// its i-th row. at_once: of sum_over_rows().
+// partial[part, channel] = count, mean and squared deviations of a block's rows. keep(octet): what a thread read,
+// row by row. at_once: of sum_over_rows().
 template <class T, bool whole, int at_once, class Keep>
 __device__ inline void stats_of_rows(const NormArgs& a, const Split& s, const Place& at, double* partial,
                                      const Keep& keep) {
@@ -62,7 +62,7 @@ __device__ inline void stats_of_rows(const NormArgs& a, const Split& s, const Pl
 #pragma unroll
     for (int u = 0; u < batch; ++u) {
       if (i + u >= n) continue;
-      keep(i + u, own[u]);
+      keep(own[u]);
       A v[8];
       numbers_in(own[u], v);
 #pragma unroll
@@ -180,12 +180,18 @@ struct Operands {
 template <class Row, bool backward>
 constexpr bool needs_other = !backward || (!std::is_same_v<Row, acts::Identity> && !std::is_same_v<Row, acts::Relu>);
 
+// Whether an activation may have a mask.
+template <class Row>
+constexpr bool may_have_bits = Row::saves == ActSaves::bit;
+template <>
+inline constexpr bool may_have_bits<AnyAct> = true;
+
 // What is read beside x and the gradient.
 template <class T, class Row, bool whole, bool backward>
 __device__ inline void read_beside(const NormArgs& a, int64_t e, bool aligned, int lo, int hi, Operands<T>& read) {
   if (needs_other<Row, backward> && a.other)
     read.other = read_octet<whole>(static_cast<const T*>(a.other) + e, aligned, lo, hi);
-  if (backward && a.from_mask) read.bits = whole ? a.mask[e / 8] : bits_at(a.mask, e, hi);
+  if (backward && may_have_bits<Row> && a.from_mask) read.bits = whole ? a.mask[e / 8] : bits_at(a.mask, e, hi);
 }
 
 template <class T, class Row, bool whole, bool backward>
@@ -226,7 +232,7 @@ __device__ inline void grad_octet(const NormArgs& a, const Operands<T>& read, in
 #pragma unroll
     for (int k = 0; k < 8; ++k) x[k] = 0;
   }
-  if (a.from_mask) {
+  if (may_have_bits<Row> && a.from_mask) {
     bits_backward<Row>(read.bits, g, a.act);
   } else if (!std::is_same_v<Row, acts::Identity> && a.act.kind != ActKind::identity) {
     A pre[8];

@@ -12,22 +12,24 @@ namespace tsmem::cuda {
 
 namespace {
 
-// The octets that a thread has read, in the block's dynamic memory. No other thread sees them, so nothing waits.
-// Threads beside each other have words of 16 bytes beside each other.
+// The octets that a thread has read, in the block's dynamic memory, and taken in the order in which they were put. No
+// other thread sees them, so nothing waits. Threads beside each other have words of 16 bytes beside each other.
 template <class T>
 struct Kept {
-  static constexpr int kWords = sizeof(Octet<T>) / 16;
-  uint4* memory = dynamic_shared() + threadIdx.x;
-  __device__ void set(int64_t i, const Octet<T>& octet) const {
+  static constexpr unsigned kWords = sizeof(Octet<T>) / 16;
+  unsigned next = threadIdx.x;
+  __device__ void put(const Octet<T>& octet) {
     uint4 words[kWords];
     memcpy(words, &octet, sizeof(octet));
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) memory[(static_cast<unsigned>(i) * kWords + w) * kThreads] = words[w];
+    for (unsigned w = 0; w < kWords; ++w) dynamic_shared()[next + w * kThreads] = words[w];
+    next += kWords * kThreads;
   }
-  __device__ Octet<T> at(int64_t i) const {
+  __device__ Octet<T> take() {
     uint4 words[kWords];
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = memory[(static_cast<unsigned>(i) * kWords + w) * kThreads];
+    for (unsigned w = 0; w < kWords; ++w) words[w] = dynamic_shared()[next + w * kThreads];
+    next += kWords * kThreads;
     Octet<T> octet;
     memcpy(&octet, words, sizeof(octet));
     return octet;
@@ -37,34 +39,50 @@ struct Kept {
 // How the grid's blocks share the work.
 struct Work {
   Split split;
-  int64_t blocks = 0;  // of a pass
-  int64_t rows = 0;    // that a thread has of one, at most
+  unsigned blocks = 0;  // of a pass
+  unsigned rows = 0;    // that a thread has of one, at most
   double* partial = nullptr;
 };
 
-// map_rows() of the rows that `at` has had its sums of. kept(i, octet's operands): what was kept of the i-th row.
-template <class T, class Row, bool backward, class Keeps>
-__device__ inline void map_kept(const NormArgs& a, const Split& s, const Place& at, const Keeps& kept) {
+// Reads under way, backward fewer than in the passes: the kernel holds more beside them, and two operands are read.
+template <class T, class Row>
+constexpr int kSumsBatch = (kMapBatch<T, Row> + 1) / 2;
+// In the second part: of what was not kept, which is nothing for SiLU without a residual.
+template <class T, class Row, bool backward>
+constexpr int kKeptBatch = !backward                         ? kMapBatch<T, Row>
+                           : std::is_same_v<Row, acts::Silu> ? 1
+                                                             : kSumsBatch<T, Row>;
+
+template <class Row>
+struct SumsOnChip : NormSums<Row> {
+  template <class T>
+  static constexpr int batch = kSumsBatch<T, Row>;
+};
+
+// map_rows() of the rows that `at` has had its sums of. take(operands): what was kept of the next row.
+template <class T, class Row, bool backward, class Take>
+__device__ inline void map_kept(const NormArgs& a, const Split& s, const Place& at, const Take& take) {
   using A = compute_t<T>;
-  constexpr int batch = kMapBatch<T, Row>;
+  constexpr int batch = kKeptBatch<T, Row, backward>;
   const RowsBlock b(a, s, at);
   if (b.width == 0) return;
   Channel<A> ch[8];
   A tilt[8], level[8];
   eight_channels(a, b.c, ch);
   if (backward) eight_numbers(a.tilt, b.c, tilt), eight_numbers(a.level, b.c, level);
-  const int64_t step = at.high;
-  for (int64_t r = b.r0 + at.y, i = 0; r < b.r1; r += batch * step, i += batch) {
+  const auto step = static_cast<int32_t>(at.high), channels = static_cast<int32_t>(a.channels);
+  const auto c = static_cast<int32_t>(b.c), end = static_cast<int32_t>(b.r1);
+  for (auto r = static_cast<int32_t>(b.r0 + at.y); r < end; r += batch * step) {
     Operands<T> read[batch];
 #pragma unroll
     for (int u = 0; u < batch; ++u)
-      if (r + u * step < b.r1)
-        read_beside<T, Row, true, backward>(a, (r + u * step) * a.channels + b.c, true, 0, 8, read[u]);
+      if (r + u * step < end)
+        read_beside<T, Row, true, backward>(a, (r + u * step) * channels + c, true, 0, 8, read[u]);
 #pragma unroll
     for (int u = 0; u < batch; ++u) {
-      if (r + u * step >= b.r1) continue;
-      kept(i + u, read[u]);
-      map_octet<T, Row, true, backward>(a, read[u], (r + u * step) * a.channels + b.c, 8, ch, tilt, level);
+      if (r + u * step >= end) continue;
+      take(read[u]);
+      map_octet<T, Row, true, backward>(a, read[u], (r + u * step) * channels + c, 8, ch, tilt, level);
     }
   }
 }
@@ -79,16 +97,15 @@ __device__ inline void finish(const Args& args) {
 
 template <class T, class Row>
 __global__ void __launch_bounds__(kThreads, 2) persistent_forward(NormArgs a, StatsArgs stats, Work work) {
-  const Kept<T> kept;
-  int64_t first = 0;  // of a block's rows, among those that are kept
-  for (int64_t b = blockIdx.x; b < work.blocks; b += gridDim.x, first += work.rows)
+  Kept<T> kept;
+  for (unsigned b = blockIdx.x; b < work.blocks; b += gridDim.x)
     stats_of_rows<T, true, 4>(a, work.split, place_in(b, work.split.block), work.partial,
-                              [&](int64_t i, const Octet<T>& x) { kept.set(first + i, x); });
+                              [&](const Octet<T>& x) { kept.put(x); });
   finish(stats);
-  first = 0;
-  for (int64_t b = blockIdx.x; b < work.blocks; b += gridDim.x, first += work.rows)
+  kept = {};
+  for (unsigned b = blockIdx.x; b < work.blocks; b += gridDim.x)
     map_kept<T, Row, false>(a, work.split, place_in(b, work.split.block),
-                            [&](int64_t i, Operands<T>& read) { read.x = kept.at(first + i); });
+                            [&](Operands<T>& read) { read.x = kept.take(); });
 }
 
 // from_first: what is kept of the gradient is that of the pre-activation, as the first pass stores it.
@@ -96,36 +113,36 @@ template <class T, class Row>
 __global__ void __launch_bounds__(kThreads, 2)
     persistent_backward(NormArgs a, NormArgs second, SumsArgs sums, Work work, bool from_first) {
   using A = compute_t<T>;
-  const Kept<T> kept;
-  int64_t first = 0;
-  for (int64_t b = blockIdx.x; b < work.blocks; b += gridDim.x, first += work.rows)
-    sums_of_rows<T, NormSums<Row>, true>(a, work.split, place_in(b, work.split.block), work.partial,
-                                         [&](int64_t i, const Operands<T>& read, const A(&g)[8]) {
-                                           kept.set(2 * (first + i), read.x);
-                                           Octet<T> grad = read.grad;
-                                           if (from_first)
+  Kept<T> kept;
+  const auto keep = [&](const Operands<T>& read, const A(&g)[8]) {
+    Octet<T> grad = read.grad;
+    if (from_first)
 #pragma unroll
-                                             for (int k = 0; k < 8; ++k) from_compute(g[k], grad.of[k]);
-                                           kept.set(2 * (first + i) + 1, grad);
-                                         });
+      for (int k = 0; k < 8; ++k) from_compute(g[k], grad.of[k]);
+    kept.put(grad);
+    kept.put(read.x);
+  };
+  for (unsigned b = blockIdx.x; b < work.blocks; b += gridDim.x)
+    sums_of_rows<T, SumsOnChip<Row>, true, int32_t>(a, work.split, place_in(b, work.split.block), work.partial, keep);
   finish(sums);
-  first = 0;
-  for (int64_t b = blockIdx.x; b < work.blocks; b += gridDim.x, first += work.rows)
-    map_kept<T, Row, true>(second, work.split, place_in(b, work.split.block), [&](int64_t i, Operands<T>& read) {
-      read.x = kept.at(2 * (first + i));
-      read.grad = kept.at(2 * (first + i) + 1);
+  kept = {};
+  for (unsigned b = blockIdx.x; b < work.blocks; b += gridDim.x)
+    map_kept<T, Row, true>(second, work.split, place_in(b, work.split.block), [&](Operands<T>& read) {
+      read.grad = kept.take();
+      read.x = kept.take();
     });
 }
 
 Work work_of(const NormArgs& a, const Split& s, double* partial) {
   const int64_t rows = (a.outer + s.over_outer - 1) / s.over_outer;
-  return {s, rows_blocks(a, s), (rows + s.block.y - 1) / s.block.y, partial};
+  return {s, static_cast<unsigned>(rows_blocks(a, s)), static_cast<unsigned>((rows + s.block.y - 1) / s.block.y),
+          partial};
 }
 
 // f(kernel, bytes that are kept of an octet's operands) for a's dtype and activation, where there is a kernel for it.
 template <bool backward, class F>
 void with_kernel(const NormArgs& a, const F& f) {
-  if (a.planar() || !whole_octets_only(a)) return;
+  if (a.planar() || !whole_octets_only(a) || a.numel > INT32_MAX) return;
   with_dtype(a.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
     if constexpr (!std::is_same_v<T, double>)
@@ -141,7 +158,7 @@ void with_kernel(const NormArgs& a, const F& f) {
 
 template <class Kernel>
 Together together_for(Kernel kernel, const Work& work, size_t bytes) {
-  return together(kernel, kThreads, work.blocks, static_cast<size_t>(work.rows) * kThreads * bytes);
+  return together(kernel, kThreads, work.blocks, size_t{work.rows} * kThreads * bytes);
 }
 
 template <bool backward>

@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_planar(Args args, Split s,
   }
 }
 
-// The same of a block's rows. keep(i, what was read, first): of a thread's i-th row.
-template <class T, class S, bool whole, class Args, class Keep>
+// The same of a block's rows. keep(what was read, first): row by row. Index: has room for any element's.
+template <class T, class S, bool whole, class Index, class Args, class Keep>
 __device__ inline void sums_of_rows(const Args& args, const Split& s, const Place& at, double* partial,
                                     const Keep& keep) {
   using A = compute_t<T>;
@@ -246,20 +246,20 @@ __device__ inline void sums_of_rows(const Args& args, const Split& s, const Plac
   }
   if (whole && b.width > 0) eight_channels(a, b.c, ch);
   constexpr int batch = S::template batch<T>;
-  const int64_t step = at.high;
+  const auto step = static_cast<Index>(at.high), channels = static_cast<Index>(a.channels);
+  const auto c0 = static_cast<Index>(b.c), end = static_cast<Index>(b.r1);
   if (b.width > 0)
-    for (int64_t r = b.r0 + at.y, i = 0; r < b.r1; r += batch * step, i += batch) {
+    for (auto r = static_cast<Index>(b.r0 + at.y); r < end; r += batch * step) {
       typename S::template Read<T> read[batch];
 #pragma unroll
       for (int u = 0; u < batch; ++u)
-        if (r + u * step < b.r1)
-          S::template read<T, whole>(args, (r + u * step) * a.channels + b.c, 0, b.width, read[u]);
+        if (r + u * step < end) S::template read<T, whole>(args, (r + u * step) * channels + c0, 0, b.width, read[u]);
 #pragma unroll
       for (int u = 0; u < batch; ++u) {
-        if (r + u * step >= b.r1) continue;
+        if (r + u * step >= end) continue;
         A x[8], y[8];
-        S::template values<T, whole>(args, read[u], (r + u * step) * a.channels + b.c, 0, b.width, ch, x, y);
-        keep(i + u, read[u], x);
+        S::template values<T, whole>(args, read[u], (r + u * step) * channels + c0, 0, b.width, ch, x, y);
+        keep(read[u], x);
 #pragma unroll
         for (int k = 0; k < 8; ++k) first[k] += x[k], second[k] += y[k];
       }
@@ -274,7 +274,7 @@ __device__ inline void sums_of_rows(const Args& args, const Split& s, const Plac
 
 template <class T, class S, bool whole, class Args>
 __global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, double* partial) {
-  sums_of_rows<T, S, whole>(args, s, own_place(), partial, [](int64_t, const auto&, const auto&) {});
+  sums_of_rows<T, S, whole, int64_t>(args, s, own_place(), partial, [](const auto&, const auto&) {});
 }
 
 // Whether all octets are eight neighbours of one row, or of one plane, at multiples of 16 bytes.
