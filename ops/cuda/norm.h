@@ -80,7 +80,8 @@ void norm_grad(const NormArgs&, Stream);
 // norm_apply; norm_reduce, norm_finish_sums and norm_grad, of which `second` is for norm_grad. What the statistics and
 // the sums go to is what a.mean, a.invstd, second.tilt and second.level name. from_first: second.grad is what the first
 // pass writes to grad_other, and is read from no memory.
-// Whether the current device can: rows of whole octets, not of f64, and as many as it has room for.
+// For rows of whole octets, not of f64 (norm_can_be_kept), and as many as the current device has room for.
+bool norm_can_be_kept(const NormArgs&);
 bool norm_forward_fits(const NormArgs&);
 void norm_forward(const NormArgs&, const Split&, const StatsArgs&, double* partial, Stream);
 bool norm_backward_fits(const NormArgs&);

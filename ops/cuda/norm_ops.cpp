@@ -107,6 +107,15 @@ bool all_equal(at::ArrayRef<Tensor> a, at::ArrayRef<Tensor> b) {
   return true;
 }
 
+// Whether one kernel computes it, of which once(on_chip) gives the results, without effects. Of a device that captures
+// a graph nothing is asked: what was found before holds.
+template <class Once>
+bool takes_on_chip(const NormArgs& a, bool (*fits)(const NormArgs&), const std::string& key, const Once& once) {
+  if (!is_capturing() && !fits(a)) return false;
+  return takes_fused(
+      key, [&] { return once(false); }, [&] { return once(true); }, all_equal);
+}
+
 // PyTorch's own kernels give a result the input's strides; cuDNN, which it takes for some dtypes and sizes, knows
 // contiguous maps and channels_last alone.
 Tensor in_aten_layout(const Tensor& out, [[maybe_unused]] const Tensor& input,
@@ -152,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
     if (!on_chip) norm_apply(now, on.stream);
   };
   bool on_chip = false;
-  if (training && may_keep_on_chip() && norm_forward_fits(a)) {
+  if (training && may_keep_on_chip() && norm_can_be_kept(a)) {
     // Without running statistics, which only the call itself may move.
     const auto once = [&](bool that) {
       auto into = memory();
@@ -160,8 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
       return into;
     };
     const std::string operands = c10::str(other ? "other, " : "", keep_mask ? "mask" : "no mask");
-    on_chip = takes_fused(
-        key_of("batch norm", x, a, operands), [&] { return once(false); }, [&] { return once(true); }, all_equal);
+    on_chip = takes_on_chip(a, norm_forward_fits, key_of("batch norm", x, a, operands), once);
   }
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   compute(to, bn, on_chip);
@@ -281,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
     if (want[0] || want[3]) norm_grad(second, on.stream);
   };
   bool on_chip = false;
-  if (through && x.defined() && may_keep_on_chip() && norm_backward_fits(a)) {
+  if (through && x.defined() && may_keep_on_chip() && norm_can_be_kept(a)) {
     const auto once = [&](bool that) {
       std::array<Tensor, 4> into;
       for (int i : {0, 3})
@@ -292,9 +300,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
     const std::string operands =
         c10::str(z.defined() ? "other, " : "", a.from_mask ? "mask" : "no mask", from_first ? ", in place" : "",
                  ", gradients ", want[0], want[1], want[2], want[3]);
-    on_chip = takes_fused(
-        key_of("batch norm's gradient", g, a, operands), [&] { return once(false); }, [&] { return once(true); },
-        all_equal);
+    on_chip = takes_on_chip(a, norm_backward_fits, key_of("batch norm's gradient", g, a, operands), once);
   }
   compute(grads, on_chip);
   return {grads[0], grads[1], grads[2], grads[3]};

@@ -142,7 +142,7 @@ Work work_of(const NormArgs& a, const Split& s, double* partial) {
 // f(kernel, bytes that are kept of an octet's operands) for a's dtype and activation, where there is a kernel for it.
 template <bool backward, class F>
 void with_kernel(const NormArgs& a, const F& f) {
-  if (a.planar() || !whole_octets_only(a) || a.numel > INT32_MAX) return;
+  if (!norm_can_be_kept(a)) return;
   with_dtype(a.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
     if constexpr (!std::is_same_v<T, double>)
@@ -171,6 +171,9 @@ bool fits(const NormArgs& a) {
 
 }  // namespace
 
+bool norm_can_be_kept(const NormArgs& a) {
+  return !a.planar() && whole_octets_only(a) && a.dtype != Dtype::f64 && a.numel <= INT32_MAX;
+}
 bool norm_forward_fits(const NormArgs& a) { return fits<false>(a); }
 bool norm_backward_fits(const NormArgs& a) { return fits<true>(a); }
 
