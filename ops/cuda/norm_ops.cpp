@@ -297,9 +297,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
       compute(into, that);
       return into;
     };
-    const std::string operands =
-        c10::str(z.defined() ? "other, " : "", a.from_mask ? "mask" : "no mask", from_first ? ", in place" : "",
-                 ", gradients ", want[0], want[1], want[2], want[3]);
+    const std::string operands = c10::str(z.defined() ? "other, " : "", a.from_mask ? "mask" : "no mask",
+                                          from_first ? ", in place" : "", want[3] ? ", two gradients" : "");
     on_chip = takes_on_chip(a, norm_backward_fits, key_of("batch norm's gradient", g, a, operands), once);
   }
   compute(grads, on_chip);
