@@ -28,7 +28,7 @@ __device__ inline uint4* dynamic_shared() { return emulate::dynamic_shared(); }
 struct Chip {
   int64_t multiprocessors = emulate::state().multiprocessors;
   size_t bytes = emulate::kChip - emulate::kChipOfBlock;  // of dynamic shared memory, that a block may have
-  Chip(const void*) {}
+  explicit Chip(const void*) {}
   // Blocks with so many bytes that are on a multiprocessor at once.
   int64_t blocks(int, size_t bytes) const {
     return std::min<int64_t>(emulate::kBlocksOfOne, emulate::kChip / (bytes + emulate::kChipOfBlock));
