@@ -5,6 +5,7 @@
 A kernel that waits for memory alone moves, by Little's law, as many bytes a second as it has in flight divided by the memory's latency. In flight is, for each
 multiprocessor: threads that fit there, times 16 bytes for each wide load (LDG.E.128) that is issued before the first of them is used. The share is of the device's bandwidth,
 at most 1: what a kernel's arithmetic or the cache makes of it, only a device shows (bench/cuda.sh each). Reads of operands that a call does not have (a residual, say) count.
+Shared memory whose size a launch gives is not in the code: the kernels that keep a map there (persistent_...) run with one block where a map fills more than half of it.
 
 Needs cuobjdump: of the CUDA toolkit, of Triton's package (which PyTorch brings along), or the file that CUOBJDUMP names.
 """

@@ -37,6 +37,15 @@ def test_norms_have_enough_in_flight(kernels, dtype, act):
         assert name in sums or found[0]["spills"] == 0, found[0]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "float"])
+@pytest.mark.parametrize("act", ["Relu", "Identity", "Silu"])
+def test_kernels_that_keep_a_map_have_no_spills(kernels, dtype, act):
+    for name in (f"persistent_forward<{dtype}, {act}>", f"persistent_backward<{dtype}, {act}>"):
+        found = [k for n, k in kernels.items() if n.startswith(name)]
+        assert len(found) == 1, (name, sorted(kernels))
+        assert found[0]["blocks"] >= 2 and found[0]["spills"] == 0 and found[0]["in_flight"] >= 27 << 10, found[0]
+
+
 @pytest.mark.parametrize("kernel", ["bf16, 8", "f16, 8", "float, 4", "double, 2"])
 def test_dropouts_have_enough_in_flight(kernels, kernel):
     found = [k for n, k in kernels.items() if n.startswith(f"dropout_groups<{kernel}>")]

@@ -8,7 +8,6 @@
 
 #include <cstdlib>
 #include <map>
-#include <sstream>
 
 #include "common.h"
 #include "cuda/affine.h"
@@ -56,17 +55,25 @@ bool takes(const Tensor& x, const Tensor& other, IntArrayRef weight_sizes) {
          weight_sizes[0] % 8 == 0 && weight_sizes[1] % 8 == 0 && weight_sizes[1] == x.size(1) && aligned({x, other});
 }
 
-std::string key_of(FusedGraph graph, const FusedConv& conv, const Tensor& x) {
-  std::ostringstream to;
-  to << (graph == FusedGraph::convolution ? "convolution" : "gradient of a convolution's weight")
-     << " of relu(batch_norm): input " << IntArrayRef(conv.input) << ", weight " << IntArrayRef(conv.weight)
-     << ", stride " << IntArrayRef(conv.stride) << ", padding " << IntArrayRef(conv.padding) << ", dilation "
-     << IntArrayRef(conv.dilation) << ", " << x.scalar_type() << ", " << x.device();
-  return to.str();
+TrialKey key_of(FusedGraph graph, const FusedConv& conv, const Tensor& x) {
+  const Computed what = graph == FusedGraph::convolution ? Computed::convolution : Computed::weight_gradient;
+  TrialKey key{static_cast<int64_t>(what), x.get_device(), static_cast<int64_t>(conv.dtype)};
+  for (const auto* list : {&conv.input, &conv.weight, &conv.stride, &conv.padding, &conv.dilation})
+    key.insert(key.end(), list->begin(), list->end());
+  return key;
+}
+
+std::string name_of(FusedGraph graph, const FusedConv& conv, const Tensor& x) {
+  return c10::str(graph == FusedGraph::convolution ? "convolution" : "gradient of a convolution's weight",
+                  " of relu(batch_norm) on ", x.device(), ": ", x.scalar_type(), ", input ", IntArrayRef(conv.input),
+                  ", weight ", IntArrayRef(conv.weight), ", stride ", IntArrayRef(conv.stride), ", padding ",
+                  IntArrayRef(conv.padding), ", dilation ", IntArrayRef(conv.dilation));
 }
 
 #ifdef TSMEM_EMULATE_CUDA
-Fused make_fused(FusedGraph, const FusedConv&, const std::string&) { return {nullptr, at::zeros({1}, at::kInt)}; }
+Fused make_fused(FusedGraph, const FusedConv&, const Tensor&, const TrialKey&) {
+  return {nullptr, at::zeros({1}, at::kInt)};
+}
 bool has_plan(const Fused&) { return true; }
 // The graph's operations one by one, in float.
 Tensor run(const Fused&, FusedGraph graph, const FusedConv& conv, const Tensor& x, const Tensor& scale,
@@ -86,12 +93,12 @@ Tensor run(const Fused&, FusedGraph graph, const FusedConv& conv, const Tensor& 
 bool has_plan(const Fused& fused) { return fused.plan != nullptr; }
 
 // Builds the plan, which takes milliseconds; what cuDNN answers where it has none is noted among the trials.
-Fused make_fused(FusedGraph graph, const FusedConv& conv, const std::string& key) {
+Fused make_fused(FusedGraph graph, const FusedConv& conv, const Tensor& x, const TrialKey& key) {
   std::string why = load_cudnn("libcudnn.so.9");
   Fused fused;
   if (why.empty()) fused.plan = build_plan(graph, conv, {at::native::getCudnnHandle(), "", 0}, why);
   if (!fused.plan) {
-    give_up_fused(key, why);
+    give_up_fused(key, name_of(graph, conv, x), why);
     return fused;
   }
   fused.lossy = at::zeros({1}, at::TensorOptions(at::kInt).pinned_memory(true));
@@ -118,13 +125,13 @@ Tensor run(const Fused& fused, FusedGraph graph, const FusedConv& conv, const Te
 #endif
 
 // The plans so far. Never while a graph is captured for a new one.
-std::optional<Fused> fused_for(FusedGraph graph, const FusedConv& conv, const std::string& key) {
+std::optional<Fused> fused_for(FusedGraph graph, const FusedConv& conv, const Tensor& x, const TrialKey& key) {
   static std::mutex mutex;
-  static auto& all = *new std::map<std::string, Fused>;  // outlives what CUDA takes down as the process ends
+  static auto& all = *new std::map<TrialKey, Fused>;  // outlives what CUDA takes down as the process ends
   std::lock_guard<std::mutex> lock(mutex);
   if (const auto known = all.find(key); known != all.end()) return known->second;
   if (is_capturing()) return std::nullopt;
-  return all.emplace(key, make_fused(graph, conv, key)).first->second;
+  return all.emplace(key, make_fused(graph, conv, x, key)).first->second;
 }
 
 bool is_lossy(const Fused& fused) {
@@ -176,16 +183,17 @@ std::vector<int64_t> output_sizes(const Tensor& input, const Tensor& weight, Int
 template <class Plain>
 Tensor by_graph(FusedGraph graph, const FusedConv& conv, const Norm& norm, const Tensor& other, const Plain& plain) {
   const OnDevice on(norm.x);
-  const std::string key = key_of(graph, conv, norm.x);
+  const TrialKey key = key_of(graph, conv, norm.x);
+  const auto name = [&] { return name_of(graph, conv, norm.x); };
   if (known_to_take_fused(key) == false) return {};
-  const auto fused = fused_for(graph, conv, key);
+  const auto fused = fused_for(graph, conv, norm.x, key);
   if (!fused || !has_plan(*fused)) return {};
   if (is_lossy(*fused)) {
-    give_up_fused(key, "the norm's coefficients lose too much in 16 bits");
+    give_up_fused(key, name(), "the norm's coefficients lose too much in 16 bits");
     return {};
   }
   const auto run = [&] { return run_fused(*fused, graph, conv, norm, other, on.stream); };
-  return takes_fused(key, plain, run, alike) && !is_lossy(*fused) ? run() : Tensor();
+  return takes_fused(key, name, plain, run, alike) && !is_lossy(*fused) ? run() : Tensor();
 }
 
 Tensor norm_relu_conv_op(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,

@@ -76,6 +76,18 @@ void norm_finish_sums(const SumsArgs&, Stream);
 // out = the gradient of x, where there is `out`; writes grad_other.
 void norm_grad(const NormArgs&, Stream);
 
+// The same by one kernel that keeps the map on chip (norm_persistent.cu), to the bit: norm_stats, norm_finish_stats and
+// norm_apply; norm_reduce, norm_finish_sums and norm_grad, of which `second` is for norm_grad. What the statistics and
+// the sums go to is what a.mean, a.invstd, second.tilt and second.level name. from_first: second.grad is what the first
+// pass writes to grad_other, and is read from no memory.
+// For rows of whole octets, not of f64 (norm_can_be_kept), and as many as the current device has room for.
+bool norm_can_be_kept(const NormArgs&);
+bool norm_forward_fits(const NormArgs&);
+void norm_forward(const NormArgs&, const Split&, const StatsArgs&, double* partial, Stream);
+bool norm_backward_fits(const NormArgs&);
+void norm_backward(const NormArgs&, const NormArgs& second, const Split&, const SumsArgs&, double* partial,
+                   bool from_first, Stream);
+
 // out[s, c] = the sum over segment s of grad * act(pre). partial: [parts, segments, channels, 2] doubles.
 void norm_scale_grad(const NormArgs&, const Split&, double* partial, void* out, Stream);
 

@@ -3,11 +3,15 @@
 
 #include <ATen/native/Normalization.h>
 
+#include <cstdlib>
+#include <cstring>
+
 #include "act_table.h"
 #include "cuda/device.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
 #include "cuda/raw_ops.h"
+#include "cuda/trial.h"
 #include "raw_op.h"
 
 namespace tsmem::cuda {
@@ -57,15 +61,15 @@ Tensor workspace(const Tensor& like, int64_t numbers) {
   return at::empty({numbers}, like.options().dtype(at::kDouble));
 }
 
-// Mean and inverse deviation of a.x into `mean` and `invstd`, and the running statistics in training.
+// Mean and inverse deviation of a.x into `mean` and `invstd`, and the running statistics in training; on_chip: in one
+// kernel with norm_apply().
 void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, const Tensor& mean,
-                   const Tensor& invstd, Stream stream) {
+                   const Tensor& invstd, Stream stream, bool on_chip = false) {
   StatsArgs s;
   Tensor partial;
+  const Split parts = split(a, 1);
   if (bn.training) {
-    const Split parts = split(a, 1);
     partial = workspace(x, 3 * a.channels * parts.parts());
-    norm_stats(a, parts, partial.mutable_data_ptr<double>(), stream);
     s.partial = partial.const_data_ptr<double>();
     s.parts = parts.parts();
   }
@@ -77,7 +81,54 @@ void statistics_of(const NormArgs& a, const Tensor& x, const BatchNormArgs& bn, 
   s.f64 = a.dtype == Dtype::f64;
   s.mean = write(mean);
   s.invstd = write(invstd);
+  if (on_chip) return norm_forward(a, parts, s, partial.mutable_data_ptr<double>(), stream);
+  if (bn.training) norm_stats(a, parts, partial.mutable_data_ptr<double>(), stream);
   norm_finish_stats(s, stream);
+}
+
+// TSMEM_PERSISTENT=0 in the environment: never by one kernel that keeps a map on chip.
+bool may_keep_on_chip() {
+  static const bool may = [] {
+    const char* set = std::getenv("TSMEM_PERSISTENT");
+    return !set || std::strcmp(set, "0") != 0;
+  }();
+  return may;
+}
+
+// What the time of a way depends on beside the map, bits of a number.
+constexpr int64_t kOther = 1, kMask = 2, kInPlace = 4, kTwoGradients = 8;
+
+std::string name_of(Computed what, const Tensor& x, const NormArgs& a, int64_t operands) {
+  return c10::str(what == Computed::norm ? "batch norm" : "batch norm's gradient", " on ", x.device(), ": ",
+                  x.scalar_type(), ", ", a.outer, " x ", a.channels, ", activation ", static_cast<int>(a.act.kind),
+                  operands & kOther ? ", other" : "", operands & kMask ? ", mask" : "",
+                  operands & kInPlace ? ", in place" : "", operands & kTwoGradients ? ", two gradients" : "");
+}
+
+// Nothing where numbers that are not finite make the same results differ.
+std::optional<bool> all_equal(at::ArrayRef<Tensor> a, at::ArrayRef<Tensor> b) {
+  bool finite = true;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!a[i].defined() || at::equal(a[i], b[i])) continue;
+    if (a[i].is_floating_point()) finite = finite && at::isfinite(a[i]).all().item<bool>();
+    if (finite) return false;
+  }
+  return finite ? std::optional(true) : std::nullopt;
+}
+
+// Whether one kernel computes it, of which once(on_chip) gives the results, without effects. Of a device that captures
+// a graph nothing is asked: what was found before holds.
+template <class Once>
+bool takes_on_chip(Computed what, const Tensor& x, const NormArgs& a, int64_t operands, bool (*fits)(const NormArgs&),
+                   const Once& once) {
+  const TrialKey key{
+      static_cast<int64_t>(what),       x.get_device(), static_cast<int64_t>(a.dtype), a.outer, a.channels,
+      static_cast<int64_t>(a.act.kind), operands};
+  if (const auto known = known_to_take_fused(key)) return *known;
+  if (is_capturing() || !fits(a)) return false;
+  return takes_fused(
+      key, [&] { return name_of(what, x, a, operands); }, [&] { return once(false); }, [&] { return once(true); },
+      all_equal);
 }
 
 // PyTorch's own kernels give a result the input's strides; cuDNN, which it takes for some dtypes and sizes, knows
@@ -104,21 +155,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
   const auto format = feature_format(input.dim(), channels_last);
   const Tensor x = input.contiguous(format), z = other ? other->contiguous(format) : Tensor();
   NormArgs a = view(x, channels_last, act);
-  Tensor out = at::empty_like(x, x.options(), format);
   const auto options = x.options().dtype(acc_type(x.scalar_type()));
-  Tensor mean = at::empty({a.channels}, options), invstd = at::empty({a.channels}, options);
-  Tensor mask = at::empty({keep_mask ? mask_bytes(a) : 0}, x.options().dtype(at::kByte));
-  if (a.numel == 0) return {out, mean, invstd, mask};
-  a.aligned = aligned({x, z, out});
+  // The results: output, mean, inverse deviation, mask.
+  const auto memory = [&]() -> std::array<Tensor, 4> {
+    return {at::empty_like(x, x.options(), format), at::empty({a.channels}, options), at::empty({a.channels}, options),
+            at::empty({keep_mask ? mask_bytes(a) : 0}, x.options().dtype(at::kByte))};
+  };
+  const auto to = memory();
+  if (a.numel == 0) return {to[0], to[1], to[2], to[3]};
+  a.aligned = aligned({x, z, to[0]});
   a.x = read(x);
   a.other = read(z);
-  a.out = write(out);
-  if (keep_mask) a.mask = mask.mutable_data_ptr<uint8_t>();
+  const auto compute = [&](const std::array<Tensor, 4>& into, const BatchNormArgs& bn, bool on_chip) {
+    const auto& [out, mean, invstd, mask] = into;
+    NormArgs now = a;
+    now.out = write(out);
+    if (keep_mask) now.mask = mask.mutable_data_ptr<uint8_t>();
+    set_coefficients(now, mean, invstd, weight, bias);
+    statistics_of(now, x, bn, mean, invstd, on.stream, on_chip);
+    if (!on_chip) norm_apply(now, on.stream);
+  };
+  bool on_chip = false;
+  if (training && may_keep_on_chip() && norm_can_be_kept(a)) {
+    // Without running statistics, which only the call itself may move.
+    const auto once = [&](bool that) {
+      auto into = memory();
+      compute(into, {weight, bias, {}, {}, true, momentum, eps}, that);
+      return into;
+    };
+    const int64_t operands = (other ? kOther : 0) | (keep_mask ? kMask : 0);
+    on_chip = takes_on_chip(Computed::norm, x, a, operands, norm_forward_fits, once);
+  }
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  statistics_of(a, x, bn, mean, invstd, on.stream);
-  set_coefficients(a, mean, invstd, weight, bias);
-  norm_apply(a, on.stream);
-  return {in_aten_layout(out, input, bn), mean, invstd, mask};
+  compute(to, bn, on_chip);
+  return {in_aten_layout(to[0], input, bn), to[1], to[2], to[3]};
 }
 
 // act(pre + other) from statistics that are known. `out`: memory to write to, which may be other's.
@@ -145,26 +215,25 @@ Tensor apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias
 // Sums of a reduction into the gradients of weight and bias and, with `through`, the two terms of the input's.
 struct Sums {
   Tensor weight, bias, tilt, level;
+  SumsArgs args;
+  Sums() = default;
+  Sums(const NormArgs& a, const Split& parts, const Tensor& partial, double count, bool want_weight, bool want_bias,
+       bool through, const at::TensorOptions& options) {
+    const auto vector = [&](bool wanted) { return wanted ? at::empty({a.channels}, options) : Tensor(); };
+    weight = vector(want_weight), bias = vector(want_bias), tilt = vector(through), level = vector(through);
+    args.partial = partial.const_data_ptr<double>();
+    args.parts = parts.parts();
+    args.channels = a.channels;
+    args.count = count;
+    args.f64 = a.dtype == Dtype::f64;
+    args.invstd = a.invstd;
+    args.weight = a.weight;
+    args.grad_weight = write(weight);
+    args.grad_bias = write(bias);
+    args.tilt = write(tilt);
+    args.level = write(level);
+  }
 };
-Sums finish(const NormArgs& a, const Split& parts, const Tensor& partial, double count, bool want_weight,
-            bool want_bias, bool through, const at::TensorOptions& options, Stream stream) {
-  const auto vector = [&](bool wanted) { return wanted ? at::empty({a.channels}, options) : Tensor(); };
-  Sums found{vector(want_weight), vector(want_bias), vector(through), vector(through)};
-  SumsArgs s;
-  s.partial = partial.const_data_ptr<double>();
-  s.parts = parts.parts();
-  s.channels = a.channels;
-  s.count = count;
-  s.f64 = a.dtype == Dtype::f64;
-  s.invstd = a.invstd;
-  s.weight = a.weight;
-  s.grad_weight = write(found.weight);
-  s.grad_bias = write(found.bias);
-  s.tilt = write(found.tilt);
-  s.level = write(found.level);
-  norm_finish_sums(s, stream);
-  return found;
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const OptTensor& input,
                                                     const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
@@ -178,7 +247,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   const Tensor bits = mask ? mask->contiguous() : Tensor();
   NormArgs a = view(g, channels_last, act);
   const auto options = g.options().dtype(acc_type(g.scalar_type()));
-  Tensor grads[4];
+  std::array<Tensor, 4> grads;
   // The gradient's own memory serves for one of the results.
   const int reused = !overwrite || !g.is_same(grad_output) ? -1 : want[3] ? 3 : want[0] ? 0 : -1;
   for (int i : {0, 3})
@@ -195,41 +264,59 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   a.x = read(x);
   a.other = read(z);
   if (bits.defined()) a.mask = const_cast<uint8_t*>(bits.const_data_ptr<uint8_t>());
-  a.out = write(grads[0]);
-  a.grad_other = write(grads[3]);
   set_coefficients(a, mu, s, weight, bias);
 
-  const bool through = training && want[0];
-  NormArgs second = a;
-  Sums sums;
-  if (through || want[1] || want[2]) {
-    // Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory
-    // that the second one has to write anyway. So it does where it overwrites the gradient.
-    bool from_first = a.grad_other && a.grad_other == a.grad;
-    if (want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
-        g.scalar_type() == acc_type(g.scalar_type())) {
-      if (!a.grad_other) a.grad_other = a.out;
-      from_first = true;
-    }
+  const bool through = training && want[0], sums_wanted = through || want[1] || want[2];
+  // Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory that
+  // the second one has to write anyway. So it does where it overwrites the gradient.
+  const bool exact = g.scalar_type() == acc_type(g.scalar_type()),
+             smooth = !one_bit(act.kind) && act.kind != ActKind::identity;
+  const bool from_first = sums_wanted && (reused == 3 || (want[0] && smooth && exact));
+  // Into into[0] and into[3], and what it makes for the other two.
+  const auto compute = [&](std::array<Tensor, 4>& into, bool on_chip) {
+    NormArgs first = a;
+    first.out = write(into[0]);
+    first.grad_other = write(into[3]);
+    NormArgs second = first;
     if (from_first) {
-      second.grad = a.grad_other;
+      if (!first.grad_other && !on_chip) first.grad_other = first.out;
+      second.grad = first.grad_other;
       second.other = nullptr;
       second.from_mask = false;
       second.act = {};
     }
-    second.grad_other = nullptr;
-    const Split parts = split(a, 1);
-    const Tensor partial = workspace(g, 2 * a.channels * parts.parts());
-    norm_reduce(a, parts, partial.mutable_data_ptr<double>(), on.stream);
-    sums = finish(a, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options,
-                  on.stream);
-    grads[1] = sums.weight;
-    grads[2] = sums.bias;
-    second.tilt = read(sums.tilt);
-    second.level = read(sums.level);
-    if (!want[0]) return {grads[0], grads[1], grads[2], grads[3]};
+    Sums sums;
+    if (sums_wanted) {
+      second.grad_other = nullptr;
+      const Split parts = split(first, 1);
+      const Tensor partial = workspace(g, 2 * a.channels * parts.parts());
+      sums = Sums(first, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options);
+      into[1] = sums.weight;
+      into[2] = sums.bias;
+      second.tilt = read(sums.tilt);
+      second.level = read(sums.level);
+      auto* numbers = partial.mutable_data_ptr<double>();
+      if (on_chip) return norm_backward(first, second, parts, sums.args, numbers, from_first, on.stream);
+      norm_reduce(first, parts, numbers, on.stream);
+      norm_finish_sums(sums.args, on.stream);
+      if (!want[0]) return;
+    }
+    if (want[0] || want[3]) norm_grad(second, on.stream);
+  };
+  bool on_chip = false;
+  if (through && x.defined() && may_keep_on_chip() && norm_can_be_kept(a)) {
+    const auto once = [&](bool that) {
+      std::array<Tensor, 4> into;
+      for (int i : {0, 3})
+        if (want[i]) into[i] = at::empty_like(g, g.options(), format);
+      compute(into, that);
+      return into;
+    };
+    const int64_t operands = (z.defined() ? kOther : 0) | (a.from_mask ? kMask : 0) | (from_first ? kInPlace : 0) |
+                             (want[3] ? kTwoGradients : 0);
+    on_chip = takes_on_chip(Computed::norm_gradient, g, a, operands, norm_backward_fits, once);
   }
-  if (want[0] || want[3]) norm_grad(second, on.stream);
+  compute(grads, on_chip);
   return {grads[0], grads[1], grads[2], grads[3]};
 }
 
@@ -339,8 +426,8 @@ std::tuple<Tensor, Tensor, Tensor> pool_backward_op(const Tensor& grad_output, c
     const Split parts = split(first.norm, 1);
     const Tensor partial = workspace(x, 2 * a.channels * parts.parts());
     norm_pool_reduce(first, parts, partial.mutable_data_ptr<double>(), on.stream);
-    sums = finish(a, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options,
-                  on.stream);
+    sums = Sums(a, parts, partial, static_cast<double>(a.outer * a.inner), want[1], want[2], through, options);
+    norm_finish_sums(sums.args, on.stream);
     grads[1] = sums.weight;
     grads[2] = sums.bias;
   }

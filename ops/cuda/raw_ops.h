@@ -11,5 +11,6 @@ void implement_mask(torch::Library& m);
 void implement_dropout(torch::Library& m);
 void implement_graph(torch::Library& m);
 void implement_cudnn(torch::Library& m);
+void implement_ways(torch::Library& m);
 
 }  // namespace tsmem::cuda

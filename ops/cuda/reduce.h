@@ -58,6 +58,18 @@ __device__ inline void eight_channels(const NormArgs& a, int64_t c, Channel<A> (
     ch[k] = a.mean ? Channel<A>{mean[k], invstd[k] * weight[k], bias[k]} : Channel<A>{A(0), A(1), A(0)};
 }
 
+// Where a thread works: at (x, y) of `wide` times `high` threads, on what is a block's, of that number.
+struct Place {
+  int64_t block;
+  unsigned x, y, wide, high;
+  __device__ unsigned thread() const { return y * wide + x; }
+};
+__device__ inline Place own_place() { return {blockIdx.x, threadIdx.x, threadIdx.y, blockDim.x, blockDim.y}; }
+// In a block of kThreads in a row that does the work of another one. Those that are too many have y >= high.
+__device__ inline Place place_in(int64_t block, Block of) {
+  return {block, threadIdx.x % of.x, threadIdx.x / of.x, of.x, of.y};
+}
+
 // The sum of a warp's 32 numbers, for all of them.
 __device__ inline double warp_sum(double v) {
 #pragma unroll
@@ -80,20 +92,23 @@ __device__ inline double block_sum(double v) {
   return v;
 }
 
-// The sums over threadIdx.y, channel by channel: thread i < 8 * blockDim.x gets that of the block's i-th channel.
-// blockDim.y is 8 or more.
-template <class A>
-__device__ inline double sum_over_rows(const A (&v)[8]) {
+// The sums over at.y, channel by channel: thread i < 8 * at.wide gets that of the block's i-th channel. at.high is 8 or
+// more. at_once: how many of the eight are exchanged at once; fewer take less shared memory.
+template <int at_once = 8, class A>
+__device__ inline double sum_over_rows(const A (&v)[8], const Place& at) {
   struct Rows;
-  auto& values = shared<Rows, A[8][kThreads + 1]>();  // one more: other banks
-  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) values[k][thread] = v[k];
-  __syncthreads();
+  auto& values = shared<Rows, A[at_once][kThreads + 1]>();  // one more: other banks
+  const unsigned thread = at.thread();
   double sum = 0;
-  if (thread < 8 * blockDim.x)
-    for (unsigned y = 0; y < blockDim.y; ++y) sum += values[thread % 8][y * blockDim.x + thread / 8];
-  __syncthreads();  // the next call writes to `values`
+#pragma unroll
+  for (unsigned first = 0; first < 8; first += at_once) {
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) values[k][thread] = v[first + k];
+    __syncthreads();
+    if (thread < 8 * at.wide && thread % 8 / at_once == first / at_once)
+      for (unsigned y = 0; y < at.high; ++y) sum += values[thread % at_once][y * at.wide + thread / 8];
+    __syncthreads();  // what comes next writes to `values`
+  }
   return sum;
 }
 
@@ -150,18 +165,18 @@ __device__ inline void planar_octets(const NormArgs& a, const Split& s, const Pl
   }
 }
 
-// Rows: each thread has eight channels from c on, of which `width` are there, and every blockDim.y-th row of its part.
+// Rows: each thread has eight channels from c on, of which `width` are there, and every at.high-th row of its part.
 struct RowsBlock {
   int64_t segment, part, first, c, r0, r1;  // first: the block's first channel
   int width;
-  __device__ RowsBlock(const NormArgs& a, const Split& s) {
-    const int64_t across = ((a.channels + 7) / 8 + blockDim.x - 1) / blockDim.x;
-    const int64_t index = blockIdx.x / across, parts = s.over_outer;
+  __device__ RowsBlock(const NormArgs& a, const Split& s, const Place& at) {
+    const int64_t across = ((a.channels + 7) / 8 + at.wide - 1) / at.wide;
+    const int64_t index = at.block / across, parts = s.over_outer;
     segment = index / parts;
     part = index % parts;
-    first = 8 * static_cast<int64_t>(blockIdx.x % across) * blockDim.x;
-    c = first + 8 * threadIdx.x;
-    width = static_cast<int>(max(min(a.channels - c, int64_t{8}), int64_t{0}));
+    first = 8 * (at.block % across) * at.wide;
+    c = first + 8 * at.x;
+    width = at.y < at.high ? static_cast<int>(max(min(a.channels - c, int64_t{8}), int64_t{0})) : 0;
     const int64_t rows = a.outer / s.segments;
     r0 = segment * rows + begin_of(rows, part, parts);
     r1 = segment * rows + begin_of(rows, part + 1, parts);
@@ -215,11 +230,13 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_planar(Args args, Split s,
   }
 }
 
-template <class T, class S, bool whole, class Args>
-__global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, double* partial) {
+// The same of a block's rows. keep(what was read, first): row by row. Index: has room for any element's.
+template <class T, class S, bool whole, class Index, class Args, class Keep>
+__device__ inline void sums_of_rows(const Args& args, const Split& s, const Place& at, double* partial,
+                                    const Keep& keep) {
   using A = compute_t<T>;
   const NormArgs& a = norm_of(args);
-  const RowsBlock b(a, s);
+  const RowsBlock b(a, s, at);
   Channel<A> ch[8];
   A first[8], second[8];
 #pragma unroll
@@ -229,29 +246,35 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, d
   }
   if (whole && b.width > 0) eight_channels(a, b.c, ch);
   constexpr int batch = S::template batch<T>;
-  const int64_t step = blockDim.y;
+  const auto step = static_cast<Index>(at.high), channels = static_cast<Index>(a.channels);
+  const auto c0 = static_cast<Index>(b.c), end = static_cast<Index>(b.r1);
   if (b.width > 0)
-    for (int64_t r = b.r0 + threadIdx.y; r < b.r1; r += batch * step) {
+    for (auto r = static_cast<Index>(b.r0 + at.y); r < end; r += batch * step) {
       typename S::template Read<T> read[batch];
 #pragma unroll
       for (int u = 0; u < batch; ++u)
-        if (r + u * step < b.r1)
-          S::template read<T, whole>(args, (r + u * step) * a.channels + b.c, 0, b.width, read[u]);
+        if (r + u * step < end) S::template read<T, whole>(args, (r + u * step) * channels + c0, 0, b.width, read[u]);
 #pragma unroll
       for (int u = 0; u < batch; ++u) {
-        if (r + u * step >= b.r1) continue;
+        if (r + u * step >= end) continue;
         A x[8], y[8];
-        S::template values<T, whole>(args, read[u], (r + u * step) * a.channels + b.c, 0, b.width, ch, x, y);
+        S::template values<T, whole>(args, read[u], (r + u * step) * channels + c0, 0, b.width, ch, x, y);
+        keep(read[u], x);
 #pragma unroll
         for (int k = 0; k < 8; ++k) first[k] += x[k], second[k] += y[k];
       }
     }
-  const double sum = sum_over_rows(first), dot = sum_over_rows(second);
-  const int64_t c = b.first + threadIdx.y * blockDim.x + threadIdx.x;
-  if (c >= min(b.first + 8 * static_cast<int64_t>(blockDim.x), a.channels)) return;
+  const double sum = sum_over_rows(first, at), dot = sum_over_rows(second, at);
+  const int64_t c = b.first + at.thread();
+  if (c >= min(b.first + 8 * static_cast<int64_t>(at.wide), a.channels)) return;
   double* to = partial + 2 * ((b.part * s.segments + b.segment) * a.channels + c);
   to[0] = sum;
   to[1] = dot;
+}
+
+template <class T, class S, bool whole, class Args>
+__global__ void __launch_bounds__(kThreads, 2) reduce_rows(Args args, Split s, double* partial) {
+  sums_of_rows<T, S, whole, int64_t>(args, s, own_place(), partial, [](const auto&, const auto&) {});
 }
 
 // Whether all octets are eight neighbours of one row, or of one plane, at multiples of 16 bytes.

@@ -10,4 +10,5 @@ TORCH_LIBRARY_IMPL(tsmem, CUDA, m) {
 #ifdef TSMEM_CUDNN
   tsmem::cuda::implement_cudnn(m);
 #endif
+  tsmem::cuda::implement_ways(m);
 }

@@ -16,17 +16,29 @@
 
 namespace tsmem::cuda {
 
+// What is computed: a Computed, and all numbers that its time depends on, the device's index among them.
+enum class Computed : int64_t { norm, norm_gradient, convolution, weight_gradient };
+using TrialKey = std::vector<int64_t>;
+
 struct Trial {
+  std::string name;                             // of what is computed, for people
   bool equal = false;                           // both gave the same
   double plain_seconds = 0, fused_seconds = 0;  // medians; emulated, 0
   std::string failed;                           // why the fused one did not run, or empty
   bool takes_fused() const { return equal && fused_seconds <= plain_seconds; }
+  // A sentence.
+  std::string said() const {
+    if (!failed.empty()) return "plain, as the fused way did not run: " + failed;
+    if (!equal) return "plain, as the fused way gave other numbers";
+    return c10::str(takes_fused() ? "fused" : "plain", " (", plain_seconds * 1e6, " us plain, ", fused_seconds * 1e6,
+                    " us fused)");
+  }
 };
 
-// What was found so far, by the name and shape of what is computed.
+// What was found so far.
 struct Trials {
   std::mutex mutex;
-  std::map<std::string, Trial> found;
+  std::map<TrialKey, Trial> found;
 };
 inline Trials& trials() {
   static Trials all;
@@ -56,7 +68,7 @@ double seconds_of(F&& f) {
 #endif
 
 // Whether the fused way is taken for `key`; nothing where that has not been tried.
-inline std::optional<bool> known_to_take_fused(const std::string& key) {
+inline std::optional<bool> known_to_take_fused(const TrialKey& key) {
   Trials& all = trials();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto known = all.found.find(key);
@@ -64,24 +76,26 @@ inline std::optional<bool> known_to_take_fused(const std::string& key) {
 }
 
 // From now on the fused way is not taken for `key`.
-inline void give_up_fused(const std::string& key, const std::string& why) {
+inline void give_up_fused(const TrialKey& key, const std::string& name, const std::string& why) {
   Trials& all = trials();
   std::lock_guard<std::mutex> lock(all.mutex);
   Trial& trial = all.found[key];
+  trial.name = name;
   trial.equal = false;
   trial.failed = why;
 }
 
 // Whether the fused way is taken for `key`. At its first use both run, in turns, and wait for the device: neither may
-// have effects. same(): whether they gave the same; nothing (std::nullopt) where their results don't tell, as those
-// that are not finite. Nothing is tried, and the plain way taken, while a CUDA graph is captured, and where the device
-// has no memory for both.
-template <class Plain, class Fused, class Same>
-bool takes_fused(const std::string& key, Plain&& plain, Fused&& fused, Same&& same) {
+// have effects. name(): what is computed. same(): whether they gave the same; nothing (std::nullopt) where their
+// results don't tell, as those that are not finite: then the next use tries. Nothing is tried, and the plain way taken,
+// while a CUDA graph is captured.
+template <class Name, class Plain, class Fused, class Same>
+bool takes_fused(const TrialKey& key, Name&& name, Plain&& plain, Fused&& fused, Same&& same) {
   if (const auto known = known_to_take_fused(key)) return *known;
   if (is_capturing()) return false;
   constexpr int kRounds = 5;
   Trial trial;
+  trial.name = name();
   try {
     const std::optional<bool> equal = same(plain(), fused());
     if (!equal) return false;
@@ -98,8 +112,10 @@ bool takes_fused(const std::string& key, Plain&& plain, Fused&& fused, Same&& sa
       trial.fused_seconds = fused_times[kRounds / 2];
     }
   } catch (const c10::OutOfMemoryError&) {
-    return false;
+    trial.equal = false;
+    trial.failed = "there was no memory to try it";
   } catch (const c10::Error& e) {
+    trial.equal = false;
     trial.failed = e.what_without_backtrace();
   }
   Trials& all = trials();

@@ -93,8 +93,13 @@ inline NormArgs view(const Shape& shape, Dtype dtype, ActKind kind, bool aligned
   return a;
 }
 
+inline NormArgs without_other(NormArgs a) {
+  a.grad_other = nullptr;
+  return a;
+}
+
 // Forward and backward of batch norm + activation (+ add), in training, then once more with the gradient overwritten;
-// the gradient of a scale.
+// the same by the kernels that keep a map on chip, where it fits; the gradient of a scale.
 inline void norm(const Shape& shape, Dtype dtype, ActKind kind, bool add, bool masked, int64_t offset = 0) {
   Memory memory(dtype, offset);
   NormArgs a = view(shape, dtype, kind, offset == 0);
@@ -120,6 +125,7 @@ inline void norm(const Shape& shape, Dtype dtype, ActKind kind, bool add, bool m
   a.mean = mean, a.invstd = invstd;
   a.weight = memory.numbers(c), a.bias = memory.numbers(c);
   norm_apply(a, nullptr);
+  if (norm_forward_fits(a)) norm_forward(a, s, statistics, partial, nullptr);
 
   NormArgs b = a;
   void* grad = map();
@@ -141,10 +147,20 @@ inline void norm(const Shape& shape, Dtype dtype, ActKind kind, bool add, bool m
   norm_finish_sums(sums, nullptr);
   b.tilt = sums.tilt, b.level = sums.level;
   norm_grad(b, nullptr);
+  const bool fits = norm_backward_fits(b);
+  if (fits) norm_backward(b, without_other(b), s, sums, partial, false, nullptr);
   b.grad_other = grad;
   norm_reduce(b, s, partial, nullptr);
   b.grad_other = nullptr, b.out = grad;
   norm_grad(b, nullptr);
+  if (fits) {  // the gradient's memory for the residual's gradient, then for the input's
+    NormArgs first = b;
+    first.grad_other = grad, first.out = map();
+    NormArgs second = without_other(first);
+    second.act = {}, second.from_mask = false, second.other = nullptr;
+    norm_backward(first, second, s, sums, partial, true, nullptr);
+    norm_backward(b, b, s, sums, partial, false, nullptr);
+  }
 
   NormArgs scale = view(shape, dtype, kind, offset == 0);
   scale.x = a.x, scale.grad = grad;

@@ -3,10 +3,12 @@
 // fibers, which switch at __syncthreads() and at warp operations alone, in the order of their numbers and, every other
 // block, in the reverse order: a kernel that depends on the order gives other numbers. A thread that leaves, or waits
 // at another kind of barrier, while the others wait ends the process. What a block shares is filled with NaN before.
+// The blocks of a cooperative launch are all there at once, and are switched where all threads of one wait for the
+// grid.
 //
 // Under ThreadSanitizer the threads are threads of its own. What orders two accesses there is what does on a device, a
 // launch and a __syncthreads(), and neither the order in which fibers run nor a warp's exchange. Making such a thread
-// takes it long: those of a block serve again for the kRooms-th block after it, which comes after it for that reason.
+// takes it long: those of a block serve again for the kInTurn-th block after it, which comes after it for that reason.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -66,11 +68,15 @@ struct Dim {
   unsigned x = 0, y = 0;
 };
 
-enum class Wait { nothing, block, warp, gone };
+enum class Wait { nothing, block, warp, grid, gone };
 
 constexpr unsigned kMostThreads = 1024;
 constexpr size_t kStack = 64 * 1024;
 constexpr size_t kShared = 48 * 1024;  // what a kernel may declare
+// What cooperative launches fit on: a multiprocessor's shared memory and blocks, and what each block takes beside its
+// dynamic memory.
+constexpr size_t kChip = 228 * 1024, kChipOfBlock = 16 * 1024;
+constexpr unsigned kMultiprocessors = 2, kBlocksOfOne = 2;
 
 struct Fiber {
   ucontext_t context;       // where it begins
@@ -80,6 +86,7 @@ struct Fiber {
   bool begun;
   Wait wait;
   unsigned barriers;  // that it has passed
+  unsigned grid_barriers;
 };
 
 // What a block runs in.
@@ -91,11 +98,14 @@ struct Room {
     size_t at;
   } arrays[16];
   size_t count, used;
-  char barriers[2];   // nobody waits at one of them and still has to leave the other
-  unsigned turn = 0;  // blocks that have run here
-  char done[2];       // of this turn, and of the one before
+  std::unique_ptr<uint4[]> dynamic;  // shared memory whose size the launch gave
+  char barriers[2];                  // nobody waits at one of them and still has to leave the other
+  unsigned turn = 0;                 // blocks that have run here
+  char done[2];                      // of this turn, and of the one before
 };
-constexpr unsigned kRooms = kFindsRaces ? 4 : 1;
+constexpr unsigned kRooms = kMultiprocessors * kBlocksOfOne;
+constexpr unsigned kInTurn = kFindsRaces ? 4 : 1;  // rooms of blocks that run one after the other
+static_assert(kInTurn <= kRooms);
 
 struct State {
   Dim thread, block, block_size, grid;
@@ -108,8 +118,10 @@ struct State {
   const std::function<void()>* body = nullptr;
   double exchange[kMostThreads];  // what each thread shows to its warp
   char launched;
-  bool blocks_in_order = false;             // each block comes after the one before it
-  int64_t only_first = -1, only_last = -1;  // as many blocks of each end run, where they aren't negative
+  char grid_barriers[2];
+  bool blocks_in_order = false;                 // each block comes after the one before it
+  int64_t only_first = -1, only_last = -1;      // as many blocks of each end run, where they aren't negative
+  unsigned multiprocessors = kMultiprocessors;  // at most so many
 };
 inline State whole_state;
 TSMEM_UNSEEN inline State& state() { return whole_state; }
@@ -146,7 +158,9 @@ TSMEM_UNSEEN inline void wait(Wait what) {
   State& s = state();
   Room& room = *s.room;
   Fiber& self = room.fibers[s.current];
-  char* at = what == Wait::block ? &room.barriers[self.barriers++ % 2] : nullptr;
+  char* at = what == Wait::block  ? &room.barriers[self.barriers++ % 2]
+             : what == Wait::grid ? &s.grid_barriers[self.grid_barriers++ % 2]
+                                  : nullptr;
   if (at) before(at);
   self.wait = what;
   leave(self);
@@ -187,7 +201,7 @@ TSMEM_UNSEEN inline void prepare(Fiber& f) {
   f.context.uc_link = nullptr;
   f.wait = Wait::nothing;
   f.begun = false;
-  f.barriers = 0;
+  f.barriers = f.grid_barriers = 0;
   makecontext(&f.context, enter, 0);
 }
 
@@ -197,12 +211,13 @@ TSMEM_UNSEEN inline void prepare(Room& room, unsigned threads) {
   room.count = room.used = 0;
 }
 
-TSMEM_UNSEEN inline void run_block(unsigned threads, bool reverse) {
+// Until all of a block's threads have ended, which it returns, or wait for the grid.
+TSMEM_UNSEEN inline bool run_block(unsigned threads, bool reverse) {
   State& s = state();
   Room& room = *s.room;
   for (;;) {
     bool ran = false;
-    unsigned gone = 0;
+    unsigned gone = 0, at_grid = 0;
     for (unsigned i = 0; i < threads; ++i) {
       const unsigned t = reverse ? threads - 1 - i : i;
       if (room.fibers[t].wait == Wait::nothing) {
@@ -212,8 +227,9 @@ TSMEM_UNSEEN inline void run_block(unsigned threads, bool reverse) {
         ran = true;
       }
       gone += room.fibers[t].wait == Wait::gone;
+      at_grid += room.fibers[t].wait == Wait::grid;
     }
-    if (gone == threads) return;
+    if (gone == threads || at_grid == threads) return gone == threads;
     bool released = release(room, 0, threads, Wait::block);
     for (unsigned t = 0; t < threads; t += 32)
       released |= release(room, t, t + 32 < threads ? t + 32 : threads, Wait::warp);
@@ -221,30 +237,75 @@ TSMEM_UNSEEN inline void run_block(unsigned threads, bool reverse) {
   }
 }
 
-TSMEM_UNSEEN inline void run(int64_t blocks, unsigned x, unsigned y, const std::function<void()>& body) {
-  static std::mutex one_at_a_time;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
+// What a launch is, for its threads.
+TSMEM_UNSEEN inline void set_launch(int64_t blocks, unsigned x, unsigned y, const std::function<void()>& body) {
   State& s = state();
-  const unsigned threads = x * y;
-  if (threads == 0 || threads > kMostThreads) stuck("a block has 1 to 1024 threads");
+  if (x * y == 0 || x * y > kMostThreads) stuck("a block has 1 to 1024 threads");
   s.block_size = {x, y};
   s.grid = {static_cast<unsigned>(blocks), 1};
   s.body = &body;
   s.host = current();
+}
+
+inline std::mutex one_launch_at_a_time;
+
+TSMEM_UNSEEN inline void run(int64_t blocks, unsigned x, unsigned y, const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+  State& s = state();
+  const unsigned threads = x * y;
+  set_launch(blocks, x, y, body);
   const bool all = s.only_first < 0 && s.only_last < 0;
   for (int64_t b = 0; b < blocks; ++b) {
     if (!all && b >= s.only_first && b < blocks - s.only_last) {
       b = blocks - s.only_last - 1;
       continue;
     }
-    s.room = &s.rooms[b % kRooms];
+    s.room = &s.rooms[b % kInTurn];
     s.block = {static_cast<unsigned>(b), 0};
     prepare(*s.room, threads);
     before(&s.launched);
-    run_block(threads, b % 2 == 1);
+    if (!run_block(threads, b % 2 == 1)) stuck("a grid barrier in a launch that isn't cooperative");
     if (s.blocks_in_order) after(&s.room->done[s.room->turn % 2]);
     ++s.room->turn;
   }
+  for (Room& room : s.rooms)
+    for (char& done : room.done) after(&done);
+}
+
+// Each byte 0xff. Volatile: memset would be seen as an access.
+TSMEM_UNSEEN inline void fill(void* memory, size_t size) {
+  auto* words = static_cast<volatile uint64_t*>(memory);
+  for (size_t i = 0; i < (size + 7) / 8; ++i) words[i] = ~uint64_t{0};
+}
+
+// A cooperative launch. From grid barrier to grid barrier the blocks run in order and in the reverse order in turns.
+TSMEM_UNSEEN inline void run_together(unsigned blocks, unsigned x, unsigned y, size_t dynamic,
+                                      const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+  State& s = state();
+  const unsigned threads = x * y;
+  set_launch(blocks, x, y, body);
+  if (blocks > s.multiprocessors * kBlocksOfOne) stuck("more blocks at once than the device has room for");
+  const size_t words = (dynamic + sizeof(uint4) - 1) / sizeof(uint4);
+  for (unsigned b = 0; b < blocks; ++b) {
+    prepare(s.rooms[b], threads);
+    s.rooms[b].dynamic.reset(new uint4[words]);
+    fill(s.rooms[b].dynamic.get(), words * sizeof(uint4));
+  }
+  before(&s.launched);
+  for (unsigned barriers = 0;; ++barriers) {
+    unsigned gone = 0;
+    for (unsigned i = 0; i < blocks; ++i) {
+      const unsigned b = barriers % 2 == 1 ? blocks - 1 - i : i;
+      s.room = &s.rooms[b];
+      s.block = {b, 0};
+      gone += run_block(threads, (b + barriers) % 2 == 1);
+    }
+    if (gone == blocks) break;
+    if (gone > 0) stuck("some blocks wait at a grid barrier that others never reach");
+    for (unsigned b = 0; b < blocks; ++b) release(s.rooms[b], 0, threads, Wait::grid);
+  }
+  for (unsigned b = 0; b < blocks; ++b) ++s.rooms[b].turn;
   for (Room& room : s.rooms)
     for (char& done : room.done) after(&done);
 }
@@ -258,11 +319,11 @@ TSMEM_UNSEEN inline void* shared(const void* name, size_t size) {
   room.arrays[room.count++] = {name, room.used};
   char* found = room.shared + room.used;
   room.used += (size + 15) / 16 * 16;
-  // Volatile: memset would be seen as an access.
-  auto* words = reinterpret_cast<volatile uint64_t*>(found);
-  for (size_t i = 0; i < (size + 7) / 8; ++i) words[i] = ~uint64_t{0};
+  fill(found, size);
   return found;
 }
+
+TSMEM_UNSEEN inline uint4* dynamic_shared() { return state().room->dynamic.get(); }
 
 }  // namespace emulate
 

@@ -13,6 +13,7 @@ void implement(torch::Library& m) {
   tsmem::cuda::implement_mask(m);
   tsmem::cuda::implement_dropout(m);
   tsmem::cuda::implement_cudnn(m);
+  tsmem::cuda::implement_ways(m);
 }
 
 constexpr const char* kNames[] = {"_act_mask",
@@ -29,7 +30,8 @@ constexpr const char* kNames[] = {"_act_mask",
                                   "_fused_dropout",
                                   "_fused_dropout_again",
                                   "_norm_relu_conv",
-                                  "_norm_relu_conv_weight_gradient"};
+                                  "_norm_relu_conv_weight_gradient",
+                                  "_ways"};
 }  // namespace
 
 TORCH_LIBRARY(tsmem_emulated, m) {

@@ -28,6 +28,8 @@ void run() {
         cases::dropouts(n, dtype, offset);
       }
     }
+  // More blocks of work than a device has blocks at once.
+  cases::norm({20000, 264, 1}, Dtype::bf16, ActKind::relu, true, true);
   for (const Dtype dtype : kDtypes)
     for (const bool last : {false, true})
       for (const int64_t channels : {3, 8})

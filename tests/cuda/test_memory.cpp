@@ -9,6 +9,7 @@
 #include "cases.h"
 #include "cuda/launch.h"
 #include "cuda/shared.h"
+#include "cuda/together.h"
 
 namespace tsmem::cuda {
 
@@ -20,7 +21,7 @@ constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f64, Dtype::f16};
 
 TEST(Memory, NormsStayInTheirMaps) {
   for (const cases::Shape& shape :
-       {cases::Shape{4, 3, 49}, {3, 5, 32}, {66, 33, 1}, {70, 8, 1}, {2, 1, 3001}, {3, 300, 1}})
+       {cases::Shape{4, 3, 49}, {3, 5, 32}, {66, 33, 1}, {70, 8, 1}, {2, 1, 3001}, {3, 300, 1}, {12, 1032, 1}})
     for (const Dtype dtype : kDtypes)
       for (const ActKind kind : {ActKind::relu, ActKind::gelu})
         for (const int64_t offset : {0, 1}) {
@@ -82,6 +83,36 @@ TEST(Memory, SharedMemoryHoldsNothing) {
   });
   for (unsigned block : {0, 1})
     for (unsigned t = 0; t < 32; ++t) EXPECT_EQ(std::isnan(found[block][t]), t >= 16);
+}
+
+TEST(Memory, ABlocksDynamicMemoryHoldsNothingAndEnds) {
+  double found[2][32] = {};
+  emulate::run_together(2, 32, 1, 256, [&] {
+    auto* values = reinterpret_cast<double*>(dynamic_shared());
+    if (threadIdx.x < 16) values[threadIdx.x] = blockIdx.x;
+    sync_grid();
+    found[blockIdx.x][threadIdx.x] = values[threadIdx.x];
+  });
+  for (unsigned block : {0, 1})
+    for (unsigned t = 0; t < 32; ++t) EXPECT_EQ(std::isnan(found[block][t]), t >= 16);
+  EXPECT_DEATH(emulate::run_together(2, 32, 1, 256, [&] { dynamic_shared()[threadIdx.x / 16 * 16].x = 1; }),
+               "heap-buffer-overflow");
+}
+
+TEST(Memory, AThreadOrABlockThatMissesTheGridsBarrierEndsTheProcess) {
+  const char* const thread = "some threads wait at a barrier that others never reach";
+  const char* const block = "some blocks wait at a grid barrier that others never reach";
+  const auto run = [](auto kernel) { emulate::run_together(2, 32, 1, 0, kernel); };
+  EXPECT_DEATH(run([] {
+                 if (threadIdx.x != 3) sync_grid();
+               }),
+               thread);
+  EXPECT_DEATH(run([] { threadIdx.x == 3 ? __syncthreads() : sync_grid(); }), thread);
+  EXPECT_DEATH(run([] {
+                 if (blockIdx.x != 1) sync_grid();
+               }),
+               block);
+  EXPECT_DEATH(emulate::run(2, 32, 1, [] { sync_grid(); }), "isn't cooperative");
 }
 
 // --- Beyond 2^31 elements

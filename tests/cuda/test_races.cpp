@@ -8,6 +8,7 @@
 #include "cases.h"
 #include "cuda/launch.h"
 #include "cuda/shared.h"
+#include "cuda/together.h"
 
 namespace {
 std::atomic<int> reports;
@@ -106,6 +107,31 @@ void block_after_block(double* out) {
   if (blockIdx.x == 3 && self == 9) out[2] = out[1];
 }
 
+// What another block wrote is read where only the block's own threads have waited for each other.
+void grid_without_barrier(double* out) {
+  out[blockIdx.x * kPlanted + threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  const double other = threadIdx.x == 9 ? out[(blockIdx.x ^ 1) * kPlanted + 3] : 0;
+  sync_grid();
+  out[blockIdx.x * kPlanted + threadIdx.x] = other;
+}
+
+// What other blocks still read is written again.
+void grid_written_too_early(double* out) {
+  out[blockIdx.x * kPlanted + threadIdx.x] = threadIdx.x;
+  sync_grid();
+  const double other = threadIdx.x == 9 ? out[(blockIdx.x ^ 1) * kPlanted + 3] : 0;
+  out[blockIdx.x * kPlanted + threadIdx.x] = other;
+}
+
+void grid_right(double* out) {
+  out[blockIdx.x * kPlanted + threadIdx.x] = threadIdx.x;
+  sync_grid();
+  const double other = out[(blockIdx.x ^ 1) * kPlanted + kPlanted - 1 - threadIdx.x];
+  sync_grid();
+  out[blockIdx.x * kPlanted + threadIdx.x] = other;
+}
+
 void right(double* out) {
   struct Values;
   auto& values = shared<Values, double[kPlanted]>();
@@ -139,6 +165,19 @@ TEST(Races, PlantedOnesAreFoundBetweenBlocks) {
   EXPECT_EQ(planted(true, 4, right), 0);
 }
 
+// The blocks of a cooperative launch are in no order but that of its barriers.
+TEST(Races, PlantedOnesAreFoundBetweenBlocksThatWaitForEachOther) {
+  const auto found = [](bool in_order, auto kernel) {
+    double out[4 * kPlanted] = {};
+    return races(in_order, [&] { emulate::run_together(4, kPlanted, 1, 0, [&] { kernel(out); }); });
+  };
+  for (const bool in_order : {false, true}) {
+    EXPECT_GT(found(in_order, grid_without_barrier), 0);
+    EXPECT_GT(found(in_order, grid_written_too_early), 0);
+    EXPECT_EQ(found(in_order, grid_right), 0);
+  }
+}
+
 // The order of launches on a stream is kept.
 TEST(Races, LaunchesAreInOrder) {
   double out[kPlanted] = {};
@@ -169,6 +208,17 @@ TEST_P(Norms, HaveNone) {
       }
 }
 INSTANTIATE_TEST_SUITE_P(Races, Norms, testing::Combine(testing::ValuesIn(kShapes), testing::Bool()));
+
+// Three blocks of work on two that are there at once.
+TEST(Races, NormsThatStayOnChipHaveNone) {
+  emulate::state().multiprocessors = 1;
+  const cases::Shape shape{4097, 8, 1};
+  const NormArgs a = cases::view(shape, Dtype::bf16, ActKind::relu, true);
+  EXPECT_EQ(split(a, 1).parts(), 3);
+  EXPECT_TRUE(norm_forward_fits(a) && norm_backward_fits(a));
+  EXPECT_EQ(races(false, [&] { cases::norm(shape, Dtype::bf16, ActKind::relu, true, true); }), 0);
+  emulate::state().multiprocessors = emulate::kMultiprocessors;
+}
 
 class Pools : public testing::TestWithParam<std::tuple<bool, bool>> {};
 TEST_P(Pools, HaveNone) {

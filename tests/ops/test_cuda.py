@@ -500,6 +500,37 @@ def test_graph_capture():
 
 
 @only_cuda
+def test_maps_on_chip():
+    """One kernel that keeps a map in shared memory ran and gave what the passes give, for maps of one to many blocks; also replayed from a graph."""
+    shapes = ((4, 1032, 5, 7), (8, 264, 14, 14), (70, 8), (16, 1024, 14, 14))
+    for shape, dtype, act, add in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16), (RELU, "silu", "gelu"), (False, True)):
+        check_norm(shape, dtype, act, True, add, len(shape) == 4)
+    ways = torch.ops.tsmem._ways(torch.zeros(1, device=DEVICE))
+    print(*ways, sep="\n")
+    assert len(ways) >= 2 * len(shapes) and not [w for w in ways if ": plain, as" in w]
+
+    static = draw((8, 264, 14, 14), torch.bfloat16, last=True).requires_grad_()
+    mean, var = torch.zeros(264, device=DEVICE), torch.ones(264, device=DEVICE)
+
+    def step():
+        y = torch.ops.tsmem.batch_norm_act(static, None, None, mean, var, True, 0.1, 1e-5, True, "relu", [])
+        return y, *torch.autograd.grad(y, static, torch.ones_like(y))
+
+    step()  # tries both ways
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (5, 6, 7):
+        with torch.no_grad():
+            static.copy_(draw(static.shape, torch.bfloat16, last=True, seed=seed))
+        before = mean.clone(), var.clone()
+        graph.replay()
+        replayed = [t.clone() for t in (*captured, mean, var)]
+        mean.copy_(before[0]), var.copy_(before[1])
+        assert all(torch.equal(a, b) for a, b in zip(replayed, (*step(), mean, var), strict=True))
+
+
+@only_cuda
 @pytest.mark.parametrize("name", ["dropout", "alpha_dropout"])
 def test_dropout_under_capture(name):
     """Each replay draws anew, as PyTorch's own does, and backward has forward's noise. Plain dropout keeps no mask there either."""

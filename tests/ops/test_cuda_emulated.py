@@ -264,6 +264,70 @@ def test_runs_are_equal(emulated):
     assert all(torch.equal(a, b) for a, b in zip(runs[0][:3], runs[1][:3]))
 
 
+# Maps that an emulated device (two multiprocessors, two blocks on each) keeps on chip. Blocks of work: 5 in one part, of 26 times 9 threads; 6 in three parts, of 17 times
+# 15 threads and channels that fill no two blocks; one.
+ON_CHIP = [(2, 1032, 2, 3), (1, 264, 19, 13), (75, 8)]
+WANTS = [(1, 1, 1, 1), (1, 0, 0, 0), (1, 0, 0, 1), (1, 1, 0, 0), (1, 0, 1, 1)]
+
+
+def on_chip(op):
+    """Forward and backward in training on maps that fit on chip: all results, and what the running statistics are then."""
+    results = []
+    for shape, dtype, name, add, affine in itertools.product(ON_CHIP, DTYPES, ("identity", "relu", "silu", "hardtanh", "gelu"), (False, True), (True, False)):
+        if dtype == torch.float64 or (not affine and (add or name != "relu")) or (add and name not in ("identity", "relu", "gelu")):
+            continue
+        if shape == ON_CHIP[1] and name != "relu":  # the larger one
+            continue
+        act, keep = act_arguments(name), name in ONE_BIT
+        x, grad = draw(shape, dtype, len(shape) == 4), draw(shape, dtype, len(shape) == 4, seed=3)
+        z = draw(shape, dtype, len(shape) == 4, seed=2) if add else None
+        weight, bias = parameters(shape[1], dtype) if affine else (None, None)
+        running = [t.to(dtype) for t in parameters(shape[1], torch.float32, seed=9)[::-1]]
+        out, mean, invstd, mask = op._batch_norm_act_forward(x, weight, bias, *running, z, True, 0.1, 1e-5, *act, keep)
+        results += [out, mean, invstd, mask, *running]
+        for want, overwrite, masked in itertools.product(WANTS, (False, True), (True, False)):
+            if masked > keep or (keep and add and not masked) or (want[3] and not add):
+                continue
+            every = shape == ON_CHIP[0] and dtype == (torch.bfloat16 if add else torch.float32) and name in ("relu", "gelu")
+            if not every and (want, overwrite) != (WANTS[0 if add else 3], add):
+                continue
+            results += op._batch_norm_act_backward(grad.clone(), x, weight, bias, mean, invstd, None if masked else z, mask if masked else None, True, len(shape) == 4, *act,
+                                                   [bool(w) for w in want], overwrite)  # fmt: skip
+    return results
+
+
+def test_maps_on_chip(emulated, tmp_path):
+    """One kernel that keeps the map, and the passes, in a process where TSMEM_PERSISTENT=0 allows no other: bit for bit the same."""
+    found = on_chip(emulated)
+    ways = [w for w in emulated._ways(found[0]) if any(f", {n} x {c}, " in w for n, c in ((12, 1032), (247, 264), (75, 8)))]
+    assert len(ways) > 80 and all(": fused (" in w for w in ways), ways
+    code = f"""
+import conftest, torch, test_cuda_emulated
+conftest.load()
+torch.ops.load_library({str(conftest.emulated_library())!r})
+torch.save(test_cuda_emulated.on_chip(torch.ops.tsmem_emulated), {str(tmp_path / "passes.pt")!r})
+assert torch.ops.tsmem_emulated._ways(torch.zeros(1)) == []
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "TSMEM_PERSISTENT": "0", "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = torch.load(tmp_path / "passes.pt")
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected):
+        assert (a is None) == (b is None) and (a is None or (a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)))
+
+
+def test_what_stays_with_the_passes(emulated):
+    """Planes, rows that are no whole octets, memory that is not aligned, f64, eval mode, and maps that do not fit."""
+    for shape, dtype, last, offset, training in (((2, 8, 6, 7), torch.float32, False, 0, True), ((2, 7, 6, 7), torch.float32, True, 0, True),
+                                                 ((2, 8, 6, 7), torch.bfloat16, True, 1, True), ((2, 8, 6, 7), torch.float64, True, 0, True),
+                                                 ((2, 8, 7, 7), torch.float32, True, 0, False), ((1, 512, 16, 16), torch.float32, True, 0, True)):  # fmt: skip
+        x, before = draw(shape, dtype, last, offset), emulated._ways(torch.zeros(1))
+        running = [torch.zeros(shape[1]), torch.ones(shape[1])]
+        emulated._batch_norm_act_forward(x, None, None, *running, None, training, 0.1, 1e-5, *act_arguments("relu"), True)
+        assert emulated._ways(torch.zeros(1)) == before
+
+
 # The emulated device has room for 4 blocks of 256 threads: more elements are the later ones of a thread.
 THREADS = 1024
 
