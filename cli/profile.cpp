@@ -117,6 +117,12 @@ void print_ops(const Profile& p, const Profile* other) {
   print("\n" + table(rows));
 }
 
+void print_ways(const Profile& p) {
+  if (p.ways.empty()) return;
+  print("\nWhat has a plain and a fused kernel, and which of them is taken:\n");
+  for (const std::string& way : p.ways) print("  " + way + "\n");
+}
+
 void print_totals(const Profile& p, const Profile* other, bool color) {
   std::vector<std::vector<std::string>> rows = {{"", other ? "model" : ""}};
   if (other) rows[0].insert(rows[0].end(), {"vs", "ratio"});
@@ -259,6 +265,7 @@ int run(const ProfileArguments& o, const Common& common) {
   print("\n");
   print_tree(p, other.get(), o);
   print_ops(p, other.get());
+  print_ways(other ? *other : p);  // the last one has seen what both do
   return kOk;
 }
 

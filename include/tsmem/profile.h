@@ -53,6 +53,9 @@ struct Profile {
   std::vector<OpMemory> ops;          // forward ops with saved bytes, most first
   std::vector<Event> timeline;
   std::vector<Span> spans;
+  // On a CUDA device: a line for each shape for which a plain and a fused kernel were tried, and which of them is
+  // taken.
+  std::vector<std::string> ways;
   int64_t peak_event = -1;  // the event of `timeline` that reaches the peak; -1: nothing was allocated
 };
 

@@ -1,5 +1,6 @@
 #include "rewriter/measure/profile.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/csrc/jit/serialization/import.h>
 
@@ -95,6 +96,14 @@ TimeRatio time_in_turns(torch::jit::Module& a, Profile& profile_a, torch::jit::M
           static_cast<int>(ratios.size())};
 }
 
+// What the operators have tried in this process (ops/cuda/trial.h); nothing on a device without such kernels.
+static std::vector<std::string> ways_on(const c10::Device& device) {
+  const auto op = c10::Dispatcher::singleton().findSchema({"tsmem::_ways", ""});
+  const auto key = c10::computeDispatchKey(std::nullopt, std::nullopt, device);
+  if (!op || !op->hasKernelForDispatchKey(key)) return {};
+  return op->typed<std::vector<std::string>(const at::Tensor&)>().call(at::empty({0}, device));
+}
+
 Profile profile(torch::jit::Module& module, const std::vector<c10::IValue>& inputs, const ProfileOptions& options) {
   const auto say = [&](const std::string& text) {
     if (options.progress) options.progress(text);
@@ -117,6 +126,7 @@ Profile profile(torch::jit::Module& module, const std::vector<c10::IValue>& inpu
   place(recording, known);
   add_to(p, std::move(recording));
   if (options.timing) add_seconds(p, step, options, say);
+  p.ways = ways_on(c10::Device(options.device));
   return p;
 }
 

@@ -31,6 +31,7 @@ nlohmann::json to_json(const Profile& p) {
           {"has_backward", p.has_backward},
           {"modules", modules},
           {"ops", ops},
+          {"ways", p.ways},
           {"timeline", timeline}};
 }
 

@@ -722,3 +722,38 @@ def test_nothing_is_offloaded_while_a_graph_is_captured():
     torch.cuda.synchronize()
     for a, b in zip(found, want):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_convolutions_of_a_norm(again, monkeypatch):
+    """cuDNN's fused graphs in float16: gradients as near to float64's as without them."""
+    if CUDA:
+        torch.backends.cudnn.deterministic = False
+    sizes = [(64, 64, 3, 3), (128, 64, 1, 1), (64, 128, 3, 3)]
+    weights = [draw(s, torch.float64, last=True, seed=i, scale=(s[1] * s[2] * s[3]) ** -0.5, shift=0.0) for i, s in enumerate(sizes)]
+    scales = [draw((c,), torch.float64, seed=c + k, scale=0.2, shift=1.0 - k) for c in (64, 128) for k in (0, 1)]
+    x = draw((16, 64, 28, 28), torch.float64, last=True, shift=0.0)
+
+    def step(dtype):
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (x, *weights, *scales)]
+        y = leaves[0]
+        for i, w in enumerate(leaves[1:4]):
+            side = w.size(2) // 2
+            y = torch.ops.tsmem.conv2d(y, w, None, [1, 1], [side, side], [1, 1], 1, again if i == 1 else 0)
+            if i < 2:
+                y = torch.ops.tsmem.batch_norm_act(y, *leaves[4 + 2 * i : 6 + 2 * i], None, None, True, 0.1, 1e-5, True, "relu", [], 1)
+        return torch.autograd.grad((y * draw(y.shape, torch.float64, last=True, seed=9, shift=0.0).to(dtype)).sum(), leaves)
+
+    exact = step(torch.float64)
+    monkeypatch.setenv("TSMEM_CUDNN", "0")
+    plain = step(torch.float16)
+    monkeypatch.setenv("TSMEM_CUDNN", "1")
+    for _ in range(2):
+        for ours, theirs, true in zip(step(torch.float16), plain, exact, strict=True):
+            assert ours.stride() == theirs.stride()
+            size, error, usual = true.norm(), (ours.double() - true).norm(), (theirs.double() - true).norm()
+            assert error <= 2 * usual + 2**-10 * size, (error / size, usual / size)
+    if CUDA and torch.cuda.get_device_capability() >= (8, 0):
+        ways = [w for w in torch.ops.tsmem._ways(torch.zeros(1, device=DEVICE)) if "of relu(batch_norm)" in w and "[16, 64, 28, 28]" in w]
+        print(*ways, sep="\n")
+        assert ways and not [w for w in ways if ": plain, as" in w]

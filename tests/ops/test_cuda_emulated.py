@@ -497,3 +497,24 @@ print("fine")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
                           env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "TSMEM_CUDNN": switch, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr
+
+
+def test_profile_says_what_ran():
+    code = """
+import torch, conftest, tsmem
+torch.ops.load_library(str(conftest.emulated_library()))
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16)
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x.contiguous(memory_format=torch.channels_last))))
+model = torch.jit.script(Net())
+assert tsmem.profile(model, input="2x3x8x8")["ways"] == []
+ways = tsmem.profile(tsmem.rewrite(model), input="2x3x8x8")["ways"]
+assert len(ways) == 2 and all(w.startswith("batch norm") and ": fused (" in w for w in ways), ways
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
