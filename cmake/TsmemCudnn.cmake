@@ -24,7 +24,7 @@ if(_missing)
   return()
 endif()
 
-add_library(tsmem_cudnn_plans OBJECT ${PROJECT_SOURCE_DIR}/ops/cuda/cudnn_plans.cpp)
+add_library(tsmem_cudnn_plans OBJECT EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/ops/cuda/cudnn_plans.cpp)
 target_include_directories(tsmem_cudnn_plans PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 target_include_directories(tsmem_cudnn_plans SYSTEM PRIVATE ${TSMEM_CUDNN_FRONTEND} ${TSMEM_CUDNN_INCLUDE} ${TSMEM_CUDART})
 # All of it is host code that runs once a shape.
