@@ -151,13 +151,18 @@ def milliseconds(fs, seconds=0.5):
     return [statistics.median(t) for t in times]
 
 
+def loss_of(y, dtype):
+    """Scaled in float16, as a user's GradScaler would, so that gradients are not its smallest numbers."""
+    return y.float().square().mean() * (2**12 if dtype == torch.float16 else 1)
+
+
 def step_of(m, x, dtype=torch.bfloat16):
     def step():
         for p in m.parameters():
             p.grad = None
         with torch.autocast(DEVICE, dtype):
             y = m(x)
-        y.float().square().mean().backward()
+        loss_of(y, dtype).backward()
 
     return step
 
@@ -174,7 +179,7 @@ def memory_of(m, x, dtype=torch.bfloat16):
     with torch.autocast(DEVICE, dtype):
         y = m(x)
     saved = allocated()[0] - before
-    y.float().square().mean().backward()
+    loss_of(y, dtype).backward()
     return saved, allocated()[1] - before
 
 

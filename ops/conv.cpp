@@ -98,9 +98,10 @@ ConvWindow window_of(const ConvArgs& args) { return {args.stride, args.padding, 
 
 // The weight's gradient from what the kept input, relu(batch_norm(x)), is made from; undefined where no kernel does
 // that.
-Tensor weight_gradient_of_norm(const SavedTensors& kept, const Tensor& grad, IntArrayRef weight_sizes,
-                               const ConvWindow& window) {
-  if (!has_norm_relu_conv(grad)) return {};
+Tensor weight_gradient_of_norm(const SavedTensors& kept, const Tensor& grad, IntArrayRef input_sizes,
+                               IntArrayRef input_strides, IntArrayRef weight_sizes, const ConvWindow& window) {
+  if (!may_take_norm_relu_conv(Wanted::weight_gradient, grad, input_sizes, input_strides, weight_sizes, window))
+    return {};
   const auto operands = kept.operands_of(0, Form::norm_relu);
   return operands.empty() ? Tensor()
                           : norm_relu_conv_weight_gradient(norm_relu_of(operands), grad, weight_sizes, window);
@@ -220,7 +221,7 @@ struct Conv : torch::autograd::Function<Conv> {
       g = {Tensor(), Tensor(), Tensor()};
       if (plain && want[1] && !want[2]) {
         const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
-        g[1] = weight_gradient_of_norm(kept, grad, ints("weight_sizes"), {stride, padding, dilation});
+        g[1] = weight_gradient_of_norm(kept, grad, sizes, strides, ints("weight_sizes"), {stride, padding, dilation});
       }
       if ((want[1] && !g[1].defined()) || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
@@ -251,9 +252,15 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
   const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
   MakeWithoutNorm without_norm;
-  if (is_plain(args) && !b && has_norm_relu_conv(input))
-    without_norm = [args](const std::vector<Tensor>& from) {
-      return norm_relu_conv(norm_relu_of(from), from[kNormReluOperands], window_of(args));
+  const auto may_take = [](const Tensor& like, IntArrayRef sizes, IntArrayRef strides, IntArrayRef weight_sizes,
+                           const ConvArgs& args) {
+    return may_take_norm_relu_conv(Wanted::output, like, sizes, strides, weight_sizes, window_of(args));
+  };
+  if (is_plain(args) && !b && may_take(input, input.sizes(), input.strides(), weight.sizes(), args))
+    without_norm = [args, may_take, like = at::empty({0}, input.options()), sizes = input.sizes().vec(),
+                    strides = input.strides().vec(), weight_sizes = weight.sizes().vec()](const auto& operands) {
+      const auto from = may_take(like, sizes, strides, weight_sizes, args) ? operands() : std::vector<Tensor>();
+      return from.empty() ? Tensor() : norm_relu_conv(norm_relu_of(from), from[kNormReluOperands], window_of(args));
     };
   offer(
       out, {input, weight, value_or_undefined(b)},

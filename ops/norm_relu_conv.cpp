@@ -18,10 +18,9 @@ using GradientOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, co
                                 const Tensor& invstd, const Tensor& grad, IntArrayRef weight_sizes, IntArrayRef stride,
                                 IntArrayRef padding, IntArrayRef dilation)>;
 
-const ForwardOp& forward_op() {
-  static const ForwardOp op("tsmem::_norm_relu_conv");
-  return op;
-}
+using MayTakeOp =
+    RawOp<bool(const Tensor& like, IntArrayRef input_sizes, IntArrayRef input_strides, IntArrayRef weight_sizes,
+               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool weight_gradient)>;
 
 }  // namespace
 
@@ -29,12 +28,21 @@ NormRelu norm_relu_of(const std::vector<Tensor>& operands) {
   return {operands[0], optional(operands[1]), optional(operands[2]), operands[3], operands[4]};
 }
 
-bool has_norm_relu_conv(const Tensor& t) { return has_kernel(forward_op().handle(), t); }
+bool may_take_norm_relu_conv(Wanted wanted, const Tensor& like, IntArrayRef input_sizes, IntArrayRef input_strides,
+                             IntArrayRef weight_sizes, const ConvWindow& window) {
+  static const MayTakeOp op("tsmem::_may_take_norm_relu_conv");
+  // Fake tensors have a device's keys, and nothing that a kernel could read.
+  if (like.key_set().has(c10::DispatchKey::Python) || !has_kernel(op.handle(), like)) return false;
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op(like, input_sizes, input_strides, weight_sizes, window.stride, window.padding, window.dilation,
+            wanted == Wanted::weight_gradient);
+}
 
 Tensor norm_relu_conv(const NormRelu& norm, const Tensor& weight, const ConvWindow& window) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  return forward_op()(norm.input, norm.weight, norm.bias, norm.mean, norm.invstd, weight, window.stride, window.padding,
-                      window.dilation);
+  static const ForwardOp op("tsmem::_norm_relu_conv");
+  return op(norm.input, norm.weight, norm.bias, norm.mean, norm.invstd, weight, window.stride, window.padding,
+            window.dilation);
 }
 
 Tensor norm_relu_conv_weight_gradient(const NormRelu& norm, const Tensor& grad, IntArrayRef weight_sizes,
@@ -46,6 +54,9 @@ Tensor norm_relu_conv_weight_gradient(const NormRelu& norm, const Tensor& grad, 
 }
 
 void register_norm_relu_conv(torch::Library& m) {
+  m.def(
+      "_may_take_norm_relu_conv(Tensor like, int[] input_sizes, int[] input_strides, int[] weight_sizes, int[] stride, "
+      "int[] padding, int[] dilation, bool weight_gradient) -> bool");
   m.def(
       "_norm_relu_conv(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, Tensor conv_weight, "
       "int[] stride, int[] padding, int[] dilation) -> Tensor");

@@ -18,11 +18,14 @@ NormRelu norm_relu_of(const std::vector<at::Tensor>& operands);
 // How many operands those are.
 constexpr size_t kNormReluOperands = 6;
 
-// Whether t's device has kernels for these.
-bool has_norm_relu_conv(const at::Tensor& t);
+// Whether a kernel may take a convolution in one group, without a bias and not transposed, of an input of these sizes
+// and strides: its output, or the gradient of its weight. Asked before the norm's operands are made. like: a tensor of
+// the input's dtype and device.
+enum class Wanted : int64_t { output, weight_gradient };
+bool may_take_norm_relu_conv(Wanted wanted, const at::Tensor& like, at::IntArrayRef input_sizes,
+                             at::IntArrayRef input_strides, at::IntArrayRef weight_sizes, const ConvWindow& window);
 
-// The output of a convolution in one group, without a bias and not transposed; undefined where no kernel takes it, or
-// another way is faster.
+// The output of such a convolution; undefined where no kernel takes it, or another way is faster.
 at::Tensor norm_relu_conv(const NormRelu& norm, const at::Tensor& weight, const ConvWindow& window);
 
 // The gradient of its weight from that of its output, as above.

@@ -93,10 +93,12 @@ static Tensor make_without_norm(const Recipe& recipe, const Tensor* leaves, cons
                                 int level) {
   const RecipePtr norm = recipe.without_norm ? recipe.sources[0].recipe : nullptr;
   if (!norm || norm->form != Form::norm_relu) return {};
-  std::vector<Tensor> operands = operands_again(*norm, leaves, first, user, level + 1);
-  if (operands.empty()) return {};
-  for (Tensor& t : sources_again(recipe, leaves, first, user, level, nullptr, 1)) operands.push_back(std::move(t));
-  return recipe.without_norm(operands);
+  return recipe.without_norm([&] {
+    std::vector<Tensor> operands = operands_again(*norm, leaves, first, user, level + 1);
+    if (!operands.empty())
+      for (Tensor& t : sources_again(recipe, leaves, first, user, level, nullptr, 1)) operands.push_back(std::move(t));
+    return operands;
+  });
 }
 
 Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int level,

@@ -44,10 +44,11 @@ enum class Pieces { no, yes };
 // may compute from these in its place (norm_relu_conv.h).
 //
 // without_norm: makes the output without its first operand, whose form is norm_relu: from that one's operands, followed
-// by the others. Undefined where no kernel does.
+// by the others. operands() makes these, none where the first operand is held, and is called where a kernel may take
+// them alone. Undefined where no kernel does.
 enum class Rows { all, own };
 enum class Form { any, norm_relu };
-using MakeWithoutNorm = std::function<at::Tensor(const std::vector<at::Tensor>& operands)>;
+using MakeWithoutNorm = std::function<at::Tensor(const std::function<std::vector<at::Tensor>()>& operands)>;
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make,
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
            Rows rows = Rows::all, Form form = Form::any, MakeWithoutNorm without_norm = nullptr);

@@ -4,6 +4,7 @@ In an isolated build (pip's default) pip would fetch a second torch, of several 
 as well, for its headers and libraries are all that is needed.
 """
 import glob
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -59,12 +60,28 @@ def _installed_torch() -> Optional[str]:
 
 def get_requires_for_build_wheel(config_settings: Optional[Dict[str, Any]] = None) -> List[str]:
     requires = _build.get_requires_for_build_wheel(config_settings)
-    return requires if _installed_torch() else [*requires, f"torch=={torch_versions()[1]}"]
+    if not _installed_torch():
+        requires = [*requires, f"torch=={torch_versions()[1]}"]
+    return requires if _cuda() == "OFF" else [*requires, _cudnn_frontend()]
 
 
 def _cuda() -> str:
     """The kernels for CUDA are ten minutes' work: built where there is a device, or where TSMEM_CUDA=ON asks for them."""
     return os.environ.get("TSMEM_CUDA") or ("AUTO" if glob.glob("/dev/nvidia[0-9]*") else "OFF")
+
+
+def _cudnn_frontend() -> str:
+    """What pip installs for cuDNN's fused graphs: headers, by name and version."""
+    lines = _VERSIONS.with_name("requirements.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("nvidia-cudnn-frontend"))
+
+
+def _cudnn_headers() -> Dict[str, str]:
+    try:
+        folder = importlib.metadata.distribution("nvidia-cudnn-frontend").locate_file("include")
+    except importlib.metadata.PackageNotFoundError:  # without isolation: the graphs are left out, as the build then says
+        return {}
+    return {"cmake.define.TSMEM_CUDNN_FRONTEND": str(folder)}
 
 
 def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] = None, metadata_directory: Optional[str] = None) -> str:
@@ -80,6 +97,7 @@ def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] 
         raise SystemExit(f"tsmem's planner is built against the library in highspy, and {highs} does not exist: install highspy 1.15.1.")
     settings = {
         "cmake.define.TSMEM_CUDA": _cuda(),
+        **_cudnn_headers(),
         **(config_settings or {}),
         "cmake.define.TSMEM_TORCH": torch,
         "cmake.define.TSMEM_HIGHS": str(highs),

@@ -24,8 +24,9 @@ __global__ void coefficients(AffineArgs a) {
   const float scale = a.invstd[c] * weight, shift = bias - a.mean[c] * scale;
   from_compute(scale, static_cast<T*>(a.scale)[c]);
   from_compute(shift, static_cast<T*>(a.shift)[c]);
-  // Of the activation: for an x one deviation from its mean, and at the mean.
-  const float lost = size_of(rounded<T>(scale) - scale) / a.invstd[c] + size_of(rounded<T>(shift) - shift);
+  // Of the activation: at the mean, and what an x one deviation from it loses besides.
+  const float of_scale = rounded<T>(scale) - scale, of_shift = rounded<T>(shift) - shift;
+  const float lost = size_of(of_scale * a.mean[c] + of_shift) + size_of(of_scale) / a.invstd[c];
   const float most = 8 * kRounding<T> * max(size_of(weight), size_of(bias));
   if (!(lost <= most)) *a.lossy = 1;
 }

@@ -47,19 +47,27 @@ bool wanted() {
 
 bool dense_channels_last(const Tensor& t) { return t.is_contiguous(at::MemoryFormat::ChannelsLast); }
 
-// What cuDNN's engines take of these: 16 bits, channels innermost, eight of them in a row at a multiple of 16 bytes.
+// What cuDNN's engines take: 16 bits, and channels in eights.
+bool takes(at::ScalarType dtype, IntArrayRef input_sizes, IntArrayRef weight_sizes) {
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && input_sizes.size() == 4 && weight_sizes.size() == 4 &&
+         c10::multiply_integers(input_sizes) > 0 && c10::multiply_integers(weight_sizes) > 0 &&
+         weight_sizes[0] % 8 == 0 && weight_sizes[1] % 8 == 0 && weight_sizes[1] == input_sizes[1];
+}
+// ... of tensors whose channels are innermost, eight of them in a row at a multiple of 16 bytes.
 bool takes(const Tensor& x, const Tensor& other, IntArrayRef weight_sizes) {
-  const auto dtype = x.scalar_type();
-  return wanted() && (dtype == at::kHalf || dtype == at::kBFloat16) && other.scalar_type() == dtype && x.dim() == 4 &&
-         x.numel() > 0 && other.numel() > 0 && dense_channels_last(x) && dense_channels_last(other) &&
-         weight_sizes[0] % 8 == 0 && weight_sizes[1] % 8 == 0 && weight_sizes[1] == x.size(1) && aligned({x, other});
+  return takes(x.scalar_type(), x.sizes(), weight_sizes) && other.scalar_type() == x.scalar_type() &&
+         other.numel() > 0 && dense_channels_last(x) && dense_channels_last(other) && aligned({x, other});
 }
 
-TrialKey key_of(FusedGraph graph, const FusedConv& conv, const Tensor& x) {
+FusedGraph graph_of(bool weight_gradient) {
+  return weight_gradient ? FusedGraph::weight_gradient : FusedGraph::convolution;
+}
+
+TrialKey key_of(FusedGraph graph, const FusedConv& conv, const Tensor& like) {
   const Computed what = graph == FusedGraph::convolution ? Computed::convolution : Computed::weight_gradient;
-  TrialKey key{static_cast<int64_t>(what), x.get_device(), static_cast<int64_t>(conv.dtype)};
-  for (const auto* list : {&conv.input, &conv.weight, &conv.stride, &conv.padding, &conv.dilation})
-    key.insert(key.end(), list->begin(), list->end());
+  TrialKey key{{static_cast<int64_t>(what), like.get_device(), static_cast<int64_t>(conv.dtype)}, conv.input};
+  for (const auto* list : {&conv.weight, &conv.stride, &conv.padding, &conv.dilation})
+    key.layer.insert(key.layer.end(), list->begin(), list->end());
   return key;
 }
 
@@ -124,13 +132,12 @@ Tensor run(const Fused& fused, FusedGraph graph, const FusedConv& conv, const Te
 }
 #endif
 
-// The plans so far. Never while a graph is captured for a new one.
-std::optional<Fused> fused_for(FusedGraph graph, const FusedConv& conv, const Tensor& x, const TrialKey& key) {
+// The plans so far.
+Fused fused_for(FusedGraph graph, const FusedConv& conv, const Tensor& x, const TrialKey& key) {
   static std::mutex mutex;
   static auto& all = *new std::map<TrialKey, Fused>;  // outlives what CUDA takes down as the process ends
   std::lock_guard<std::mutex> lock(mutex);
   if (const auto known = all.find(key); known != all.end()) return known->second;
-  if (is_capturing()) return std::nullopt;
   return all.emplace(key, make_fused(graph, conv, x, key)).first->second;
 }
 
@@ -155,12 +162,16 @@ Tensor run_fused(const Fused& fused, FusedGraph graph, const FusedConv& conv, co
   return run(fused, graph, conv, norm.x, scale, shift, other);
 }
 
-// Norm-wise, to a few roundings of the dtype; nothing can be said of results that are not finite.
+// Norm-wise, to a few roundings of the dtype, of its smallest numbers too; nothing can be said of results that are all
+// zeros or not finite.
 std::optional<bool> alike(const Tensor& plain, const Tensor& fused) {
-  const Tensor a = plain.to(at::kFloat), size = a.norm();
-  if (!std::isfinite(size.item<float>())) return std::nullopt;
-  const double rounding = plain.scalar_type() == at::kHalf ? 0x1p-11 : 0x1p-9;
-  return (fused.to(at::kFloat) - a).norm().item<double>() <= 8 * rounding * size.item<double>();
+  const Tensor a = plain.to(at::kFloat);
+  const double size = a.norm().item<double>();
+  if (!std::isfinite(size) || size == 0) return std::nullopt;
+  const bool half = plain.scalar_type() == at::kHalf;
+  const double rounding = half ? 0x1p-11 : 0x1p-9, smallest = half ? 0x1p-24 : 0x1p-133;
+  return (fused.to(at::kFloat) - a).norm().item<double>() <=
+         8 * rounding * size + smallest * std::sqrt(static_cast<double>(plain.numel()));
 }
 
 using ApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
@@ -171,42 +182,64 @@ Tensor activation(const Norm& norm) {
 }
 
 // Of a convolution of four dimensions.
-std::vector<int64_t> output_sizes(const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+std::vector<int64_t> output_sizes(IntArrayRef input, IntArrayRef weight, IntArrayRef stride, IntArrayRef padding,
                                   IntArrayRef dilation) {
-  std::vector<int64_t> sizes{input.size(0), weight.size(0)};
+  std::vector<int64_t> sizes{input[0], weight[0]};
   for (int64_t d : {0, 1})
-    sizes.push_back((input.size(d + 2) + 2 * padding[d] - dilation[d] * (weight.size(d + 2) - 1) - 1) / stride[d] + 1);
+    sizes.push_back((input[d + 2] + 2 * padding[d] - dilation[d] * (weight[d + 2] - 1) - 1) / stride[d] + 1);
   return sizes;
+}
+
+// Whether the graph may be taken. Not while a CUDA graph is captured: its replays would not look whether the
+// coefficients still fit.
+bool may_take(FusedGraph graph, const FusedConv& conv, const Tensor& like) {
+  return wanted() && !is_capturing() && known_to_take_fused(key_of(graph, conv, like)) != false;
 }
 
 // By the graph where that is the faster way, else nothing. plain(): the same as PyTorch computes it.
 template <class Plain>
 Tensor by_graph(FusedGraph graph, const FusedConv& conv, const Norm& norm, const Tensor& other, const Plain& plain) {
   const OnDevice on(norm.x);
+  if (!may_take(graph, conv, norm.x)) return {};
   const TrialKey key = key_of(graph, conv, norm.x);
   const auto name = [&] { return name_of(graph, conv, norm.x); };
-  if (known_to_take_fused(key) == false) return {};
-  const auto fused = fused_for(graph, conv, norm.x, key);
-  if (!fused || !has_plan(*fused)) return {};
-  if (is_lossy(*fused)) {
+  try {
+    const Fused fused = fused_for(graph, conv, norm.x, key);
+    if (!has_plan(fused)) return {};
+    const auto run = [&] { return run_fused(fused, graph, conv, norm, other, on.stream); };
+    if (!is_lossy(fused) && !takes_fused(key, name, plain, run, alike)) return {};
+    if (!is_lossy(fused)) return run();
     give_up_fused(key, name(), "the norm's coefficients lose too much in 16 bits");
-    return {};
+  } catch (const c10::Error& e) {
+    give_up_fused(key, name(), why_failed(e));
   }
-  const auto run = [&] { return run_fused(*fused, graph, conv, norm, other, on.stream); };
-  return takes_fused(key, name, plain, run, alike) && !is_lossy(*fused) ? run() : Tensor();
+  return {};
+}
+
+FusedConv conv_of(const Tensor& like, IntArrayRef input_sizes, IntArrayRef weight_sizes, IntArrayRef stride,
+                  IntArrayRef padding, IntArrayRef dilation) {
+  return {cpu_dtype(like.scalar_type()),
+          input_sizes.vec(),
+          weight_sizes.vec(),
+          output_sizes(input_sizes, weight_sizes, stride, padding, dilation),
+          stride.vec(),
+          padding.vec(),
+          dilation.vec()};
+}
+
+bool may_take_op(const Tensor& like, IntArrayRef input_sizes, IntArrayRef input_strides, IntArrayRef weight_sizes,
+                 IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool weight_gradient) {
+  const OnDevice on(like);
+  return takes(like.scalar_type(), input_sizes, weight_sizes) &&
+         c10::is_channels_last_strides_2d(input_sizes, input_strides) &&
+         may_take(graph_of(weight_gradient), conv_of(like, input_sizes, weight_sizes, stride, padding, dilation), like);
 }
 
 Tensor norm_relu_conv_op(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                          const Tensor& invstd, const Tensor& conv_weight, IntArrayRef stride, IntArrayRef padding,
                          IntArrayRef dilation) {
-  if (conv_weight.dim() != 4 || !takes(input, conv_weight, conv_weight.sizes())) return {};
-  const FusedConv conv{cpu_dtype(input.scalar_type()),
-                       input.sizes().vec(),
-                       conv_weight.sizes().vec(),
-                       output_sizes(input, conv_weight, stride, padding, dilation),
-                       stride.vec(),
-                       padding.vec(),
-                       dilation.vec()};
+  if (!takes(input, conv_weight, conv_weight.sizes())) return {};
+  const FusedConv conv = conv_of(input, input.sizes(), conv_weight.sizes(), stride, padding, dilation);
   const Norm norm{input, weight, bias, mean, invstd};
   return by_graph(FusedGraph::convolution, conv, norm, conv_weight, [&] {
     return at::convolution(activation(norm), conv_weight, {}, stride, padding, dilation, false, {0, 0}, 1);
@@ -217,16 +250,10 @@ Tensor norm_relu_conv_weight_gradient_op(const Tensor& input, const OptTensor& w
                                          const Tensor& mean, const Tensor& invstd, const Tensor& given_grad,
                                          IntArrayRef weight_sizes, IntArrayRef stride, IntArrayRef padding,
                                          IntArrayRef dilation) {
-  // As at::convolution_backward does.
-  const Tensor grad = given_grad.dim() == 4 ? given_grad.contiguous(at::MemoryFormat::ChannelsLast) : given_grad;
-  if (weight_sizes.size() != 4 || !takes(input, grad, weight_sizes)) return {};
-  const FusedConv conv{cpu_dtype(input.scalar_type()),
-                       input.sizes().vec(),
-                       weight_sizes.vec(),
-                       grad.sizes().vec(),
-                       stride.vec(),
-                       padding.vec(),
-                       dilation.vec()};
+  if (!takes(input.scalar_type(), input.sizes(), weight_sizes)) return {};
+  const Tensor grad = given_grad.contiguous(at::MemoryFormat::ChannelsLast);  // as at::convolution_backward does
+  if (!takes(input, grad, weight_sizes)) return {};
+  const FusedConv conv = conv_of(input, input.sizes(), weight_sizes, stride, padding, dilation);
   const Norm norm{input, weight, bias, mean, invstd};
   return by_graph(FusedGraph::weight_gradient, conv, norm, grad, [&] {
     const Tensor shape = at::empty(weight_sizes, input.options(), at::MemoryFormat::ChannelsLast);
@@ -238,6 +265,7 @@ Tensor norm_relu_conv_weight_gradient_op(const Tensor& input, const OptTensor& w
 }  // namespace
 
 void implement_cudnn(torch::Library& m) {
+  m.impl("_may_take_norm_relu_conv", TORCH_FN(may_take_op));
   m.impl("_norm_relu_conv", TORCH_FN(norm_relu_conv_op));
   m.impl("_norm_relu_conv_weight_gradient", TORCH_FN(norm_relu_conv_weight_gradient_op));
 }

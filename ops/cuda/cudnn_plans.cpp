@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
+
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #include <cudnn_frontend.h>
 
@@ -14,6 +16,7 @@ namespace tsmem::cuda {
 namespace fe = cudnn_frontend;
 
 struct FusedPlan {
+  mutable std::mutex mutex;  // not all engines may be run by two threads at once
   fe::graph::Graph graph;
   int64_t workspace = 0;
   std::string engine;
@@ -126,6 +129,7 @@ std::string run_plan(const FusedPlan& plan, cudnnContext* handle, const FusedOpe
                                           {kOther, at(operands.other)},
                                           {kResult, operands.result}};
   if (operands.sums[0]) pack.insert({{kSum, operands.sums[0]}, {kSquares, operands.sums[1]}});
+  const std::lock_guard<std::mutex> lock(plan.mutex);
   try {
     fe::error_t error = plan.graph.execute(handle, pack, operands.workspace);
     return error.is_good() ? "" : error.get_message();

@@ -105,15 +105,20 @@ std::string name_of(Computed what, const Tensor& x, const NormArgs& a, int64_t o
                   operands & kInPlace ? ", in place" : "", operands & kTwoGradients ? ", two gradients" : "");
 }
 
-// Nothing where numbers that are not finite make the same results differ.
+// Nothing where numbers that are not finite make the same results differ, and where a result is all zeros.
 std::optional<bool> all_equal(at::ArrayRef<Tensor> a, at::ArrayRef<Tensor> b) {
-  bool finite = true;
+  bool finite = true, zeros = false;
   for (size_t i = 0; i < a.size(); ++i) {
-    if (!a[i].defined() || at::equal(a[i], b[i])) continue;
-    if (a[i].is_floating_point()) finite = finite && at::isfinite(a[i]).all().item<bool>();
-    if (finite) return false;
+    if (!a[i].defined()) continue;
+    const bool numbers = a[i].is_floating_point();
+    if (at::equal(a[i], b[i])) {
+      zeros = zeros || (numbers && !at::any(a[i]).item<bool>());
+    } else {
+      if (numbers) finite = finite && at::isfinite(a[i]).all().item<bool>();
+      if (finite) return false;
+    }
   }
-  return finite ? std::optional(true) : std::nullopt;
+  return finite && !zeros ? std::optional(true) : std::nullopt;
 }
 
 // Whether one kernel computes it, of which once(on_chip) gives the results, without effects. Of a device that captures
@@ -121,9 +126,9 @@ std::optional<bool> all_equal(at::ArrayRef<Tensor> a, at::ArrayRef<Tensor> b) {
 template <class Once>
 bool takes_on_chip(Computed what, const Tensor& x, const NormArgs& a, int64_t operands, bool (*fits)(const NormArgs&),
                    const Once& once) {
-  const TrialKey key{
-      static_cast<int64_t>(what),       x.get_device(), static_cast<int64_t>(a.dtype), a.outer, a.channels,
-      static_cast<int64_t>(a.act.kind), operands};
+  const TrialKey key{{static_cast<int64_t>(what), x.get_device(), static_cast<int64_t>(a.dtype), a.channels,
+                      static_cast<int64_t>(a.act.kind), operands},
+                     {a.outer}};
   if (const auto known = known_to_take_fused(key)) return *known;
   if (is_capturing() || !fits(a)) return false;
   return takes_fused(

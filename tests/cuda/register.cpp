@@ -29,6 +29,7 @@ constexpr const char* kNames[] = {"_act_mask",
                                   "_scale_grad",
                                   "_fused_dropout",
                                   "_fused_dropout_again",
+                                  "_may_take_norm_relu_conv",
                                   "_norm_relu_conv",
                                   "_norm_relu_conv_weight_gradient",
                                   "_ways"};

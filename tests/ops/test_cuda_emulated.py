@@ -499,6 +499,118 @@ print("fine")
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr
 
 
+FUSED = """
+import torch, conftest
+conftest.load()
+torch.ops.load_library(str(conftest.emulated_library()))
+torch.backends.cudnn.benchmark = True
+ops, emulated, last = torch.ops.tsmem, torch.ops.tsmem_emulated, torch.channels_last
+def numbers(*shape, dtype=torch.half):
+    return (torch.randn(*shape) * 0.5).to(dtype).to(memory_format=last)
+def gradient(x, grad, mean, invstd, weight, bias, k=8):
+    return emulated._norm_relu_conv_weight_gradient(x, weight, bias, mean, invstd, grad, [k, x.size(1), 3, 3], [1, 1], [1, 1], [1, 1])
+def ways(*words):
+    return [w for w in emulated._ways(torch.zeros(1)) if all(word in w for word in words)]
+"""
+
+
+def run_fused(code, **environment):
+    done = subprocess.run([sys.executable, "-c", FUSED + code + "\nprint('fine')"], capture_output=True, text=True, cwd=pathlib.Path(__file__).parent,
+                          env={**os.environ, "TSMEM_EMULATED_CUDA": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment})  # fmt: skip
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
+
+
+def test_coefficients_that_lose_at_a_mean_far_from_zero():
+    """The scale's rounding times the mean counts, also where the shift is a number of 16 bits by chance."""
+    run_fused("""
+def taken(mean, scale, shift):
+    x = numbers(2, 8, 6, 6) + mean
+    mean, invstd = torch.full((8,), mean), torch.ones(8)
+    weight = torch.full((8,), scale)
+    bias = (mean * weight + shift)
+    return gradient(x, numbers(2, 8, 6, 6), mean, invstd, weight, bias) is not None
+near, far = 1 + 2**-11 - 2**-16, 64.0  # rounded to 1, half a unit off
+assert taken(0.0, near, 0.5)
+taken(far, near, -far)  # the device notes it for the next call
+assert not taken(far, near, -far) and ways("gradient of a convolution", "lose too much"), ways("gradient")
+""")
+
+
+def test_results_that_tell_nothing_are_tried_later():
+    """Zeros, as where a residual block's last norm begins with them, and what is not finite: plain, and tried at the second, fourth, eighth use."""
+    run_fused("""
+x, grad = numbers(2, 16, 5, 5), numbers(2, 8, 5, 5)
+norm = [torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16)]
+for use in range(1, 6):
+    assert gradient(x, torch.zeros_like(grad), *norm) is None
+    assert ways("plain so far", "all zeros or not finite"), ways()
+assert gradient(x, torch.full_like(grad, float("inf")), *norm) is None
+assert gradient(x, grad, *norm) is None and gradient(x, grad, *norm) is not None and len(ways("fused (")) == 1, ways()
+# A norm's own kernels.
+x, relu = torch.randn(2, 8, 5, 5).to(memory_format=last), [1, 0.0, 0.0, 0.0]
+assert relu[0] == __import__("test_cuda_emulated").act_arguments("relu")[0]
+out, mean, invstd, mask = emulated._batch_norm_act_forward(x, None, None, None, None, None, True, 0.1, 1e-5, *relu, True)
+for grad, said in ((torch.zeros_like(x), "plain so far"), (x, "fused (")):
+    emulated._batch_norm_act_backward(grad, x, None, None, mean, invstd, None, mask, True, True, *relu, [True, False, False, False], False)
+    assert len(ways("batch norm's gradient", said)) == 1, ways()
+""")
+
+
+def test_sizes_that_change_at_every_step_are_tried_a_few_times():
+    run_fused("""
+norm = [torch.zeros(8), torch.ones(8), torch.ones(8), torch.zeros(8)]
+taken = [gradient(numbers(1, 8, 4, 4 + i), numbers(1, 8, 4, 4 + i), *norm) is not None for i in range(20)]
+assert taken == [True] * 16 + [False] * 4, taken
+assert gradient(numbers(1, 8, 4, 4), numbers(1, 8, 4, 4), *norm) is not None, "what was found holds"
+relu = __import__("test_cuda_emulated").act_arguments("relu")
+for i in range(20):
+    emulated._batch_norm_act_forward(numbers(1, 8, 4, 4 + i, dtype=torch.float), None, None, None, None, None, True, 0.1, 1e-5, *relu, True)
+assert len(ways("batch norm on")) == 16, ways()
+""")
+
+
+def test_a_fused_convolution_that_is_not_taken_costs_nothing():
+    """No operand is made for it, no gradient copied, and fake tensors, which no kernel can read, are left alone."""
+    run_fused("""
+import collections
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
+def backward_of(dtype, format, training=True):
+    draw = lambda *shape: (torch.randn(*shape) * 0.5).to(dtype).to(memory_format=format).requires_grad_()
+    x, y, w1, w2, w3 = draw(2, 8, 9, 9), draw(2, 8, 9, 9), draw(16, 8, 3, 3), draw(8, 24, 3, 3), draw(8, 8, 3, 3)
+    def normed(t):
+        c = t.size(1)
+        weight, bias = torch.ones(c).requires_grad_(), torch.zeros(c).requires_grad_()
+        return ops.batch_norm_act(t, weight, bias, torch.zeros(c), torch.ones(c), training, 0.1, 1e-5, True, "relu", [], 1)
+    def convolution(t, w, again):
+        return ops.conv2d(t, w, None, [1, 1], [1, 1], [1, 1], 1, again)
+    joined = ops.cat([convolution(x, w1, 0), y], 1, 1)
+    out = convolution(normed(convolution(normed(joined), w2, 1)), w3, 0)
+    def run():
+        out.float().square().sum().backward()
+    return run
+def calls(f):
+    with profile(acc_events=True) as p:
+        f()
+    return collections.Counter(e.name for e in p.events())
+def fused(counts):
+    return sum(n for name, n in counts.items() if name.startswith("tsmem::_norm_relu_conv"))
+torch.backends.cudnn.benchmark = False
+off = calls(backward_of(torch.half, last))
+assert fused(off) == 0 and off["aten::cat"] == 1, off
+torch.backends.cudnn.benchmark = True
+assert fused(calls(backward_of(torch.half, last))) > 0
+for dtype, format in ((torch.float, last), (torch.float, torch.contiguous_format), (torch.half, torch.contiguous_format)):
+    backward_of(dtype, format)()  # which tries the norms' kernels
+    on = calls(backward_of(dtype, format))
+    torch.backends.cudnn.benchmark = False
+    assert fused(on) == 0 and on == calls(backward_of(dtype, format)), (dtype, format)
+    torch.backends.cudnn.benchmark = True
+with FakeTensorMode():
+    backward_of(torch.half, last)()
+""")
+
+
 def test_profile_says_what_ran():
     code = """
 import torch, conftest, tsmem
