@@ -1,6 +1,7 @@
 """torch.compile(backend="tsmem"): eager models against themselves, in float64, over several calls."""
 import copy
 import functools
+import itertools
 import logging
 import subprocess
 import sys
@@ -811,6 +812,28 @@ def test_saves_what_the_scripted_model_saves():
     eager, ours, theirs = (saved_bytes(m, f, x) for m, f in ((model, model), (model, compiled(model)), (scripted, scripted)))
     assert ours <= 1.001 * theirs
     assert ours < 0.6 * eager
+
+
+@pytest.mark.parametrize("door", ["compile", "export"])
+def test_a_dropout_of_nothing_is_not_there(door):
+    """MONAI's blocks: a norm, a dropout with p = 0, whose result is its argument, and an activation that overwrites that."""
+
+    def net(*between):
+        torch.manual_seed(0)
+        blocks = [[nn.Conv2d(c, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), *between, nn.LeakyReLU(0.1, inplace=True)] for c in (3, 8, 8)]
+        return nn.Sequential(*itertools.chain(*blocks))
+
+    def rewritten(model, x):
+        return compiled(model) if door == "compile" else tsmem.rewrite(torch.export.export(model, (x,))).module()
+
+    x = torch.randn(4, 3, 32, 32)
+    for between in ([nn.Dropout(0.0)], [nn.Dropout(0.0, inplace=True)], [nn.Dropout2d(0.0), nn.AlphaDropout(0.0)]):
+        model, plain = net(*between), net()
+        ours, without, eager = (saved_bytes(m, f, x) for m, f in ((model, rewritten(model, x)), (plain, rewritten(plain, x)), (model, model)))
+        assert ours == without < 0.6 * eager, between
+        reference = copy.deepcopy(model).double()
+        new = rewritten(model.double(), x.double())
+        compare(training_steps(new, new if door == "export" else model, [x.double()]), training_steps(reference, reference, [x.double()]))
 
 
 def test_a_context_inside_is_not_lost():

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <unordered_map>
 
 #include "rewriter/error.h"
@@ -64,6 +65,15 @@ const std::unordered_map<std::string, const char*>& number_functions() {
       {"torch.sym_min", "prim::min"},       {"torch.sym_sum", "aten::sum"},
   };
   return functions;
+}
+
+// A dropout with p = 0, which gives its argument itself and draws nothing (ATen/native/Dropout.cpp), in training too.
+bool drops_nothing(const Node* n) {
+  static const std::set<std::string> dropouts = {"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout",
+                                                 "aten::feature_alpha_dropout"};
+  std::string name = n->kind().toQualString();
+  if (name.ends_with('_')) name.pop_back();
+  return dropouts.count(name) && toIValue(n->input(1)) == IValue(0.0);
 }
 
 struct Builder {
@@ -302,6 +312,11 @@ struct Builder {
     // What export has known of a tensor's dtype and device, asserted again at each cast.
     if (node["target"] == "torch.ops.aten._assert_tensor_metadata.default") return;
     Node* n = node["target"].get<std::string>().starts_with("torch.ops.") ? operation(node) : function_of_numbers(node);
+    // To TorchScript it is an operation, of whose result nothing is known, and its derivative draws.
+    if (n && drops_nothing(n)) {
+      for (const std::string& name : names_in(node["outputs"])) values[name] = n->input(0);
+      return n->destroy();
+    }
     set_origin(n ? n : opaque(node), index, path_of(node));
   }
 

@@ -64,17 +64,6 @@ bool draws(const Node* n) {
   return handle && handle->hasTag(at::Tag::nondeterministic_seeded);
 }
 
-bool drops_nothing(const Node* n) {
-  const FunctionSchema* schema = is_opaque(n) ? nullptr : n->maybeSchema();
-  if (!schema || argument_at(n, {"train"}) < 0 || argument_at(n, {"p"}) < 0) return false;
-  static const std::set<std::string> dropouts = {"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout",
-                                                 "aten::feature_alpha_dropout"};
-  std::string name = schema->name();
-  if (name.ends_with('_')) name.pop_back();
-  const auto p = toIValue(n->input(static_cast<size_t>(argument_at(n, {"p"}))));
-  return dropouts.count(name) && p && p->isDouble() && p->toDouble() == 0;
-}
-
 // "1 batch norm", "3 batch norms".
 std::string counted(size_t n, const std::string& noun) { return fmt::format("{} {}{}", n, noun, n == 1 ? "" : "s"); }
 
@@ -103,7 +92,6 @@ class Importer {
   Imported run() {
     refuse_opaque();
     add_modules();
-    drop_dropouts_of_nothing();
     find_flags();
     for (Node* n : nodes()) give_flag(n);
     for (Node* n : nodes()) count_batches_in_training(n);
@@ -136,15 +124,6 @@ class Importer {
                               target == "torch.ops.higher_order.wrap_with_autocast"
                                   ? "within which TorchScript would cast other operators than PyTorch does"
                                   : "which TorchScript can't express"));
-    }
-  }
-
-  // Where p = 0, PyTorch gives the input and draws nothing; TorchScript's own derivative of dropout draws.
-  void drop_dropouts_of_nothing() {
-    for (Node* n : nodes()) {
-      if (!drops_nothing(n)) continue;
-      n->output()->replaceAllUsesWith(n->input(0));
-      n->destroy();
     }
   }
 
