@@ -852,3 +852,23 @@ def test_strides_of_tensors_that_are_contiguous_and_channels_last(ops):
                 ):
                     assert ours.stride() == pytorch.stride(), (shape, strides)
                     torch.testing.assert_close(ours, pytorch)
+
+
+@pytest.mark.parametrize("layout", [CONTIGUOUS, LAST])
+def test_a_gradient_of_one_image_with_any_stride_between_images(ops, layout):
+    """PyTorch's own batch norm misreads it where the input is contiguous: the reference has a copy of it."""
+    values = torch.randn(1, 8, 4, 4, dtype=torch.float64)
+    x = torch.randn(1, 8, 4, 4, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    weight, bias = torch.rand(8, dtype=torch.float64).requires_grad_(), torch.randn(8, dtype=torch.float64).requires_grad_()
+    (expected, *others) = torch.autograd.grad(F.batch_norm(x, None, None, weight, bias, True), (x, weight, bias), values.to(memory_format=layout))
+    for held in (True, False):
+        seen = []
+        y = ops.batch_norm_act(x, weight, bias, None, None, True, 0.1, 1e-5, True, "identity", [])
+        if held:
+            y.register_hook(lambda grad: seen.append(grad.stride()))
+        areas = y.flatten(2).transpose(1, 2).reshape(4, 4, 8)
+        (got, *more) = torch.autograd.grad((areas * values.flatten(2).transpose(1, 2).reshape(4, 4, 8).contiguous()).sum(), (x, weight, bias))
+        assert seen == [(8, 1, 32, 8)][:held]
+        torch.testing.assert_close([got, *more], [expected, *others], rtol=1e-12, atol=1e-12)
+        # PyTorch's own, in the layer before, would misread the strides that this gradient has.
+        assert got.stride() == x.stride()
