@@ -1,7 +1,7 @@
 // Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
-// logarithm a row; with `recompute` neither of the latter. With dropout: attention_blocks.h. A product of matrices
+// logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h. A product of matrices
 // keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing. Everything
 // else is PyTorch's.
 //
@@ -118,13 +118,17 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
                                 : q.size(3) == v.size(3) ? kFlash
                                                          : -1
                               : at::_fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  if (backend == kMath && takes_blocks(q, k, v, args)) return attention_by_blocks(q, k, v, args, recompute);
+  if (backend == kMath && takes_blocks(q, k, v, args)) {
+    const bool if_cheap = RecomputeArgument(recompute).how == Recompute::if_cheap;  // these blocks are not
+    return attention_by_blocks(q, k, v, args, if_cheap ? Recompute::off : RecomputeArgument(recompute));
+  }
   const bool ours = backend == kFlash && dropout_p == 0 &&
                     (!mask || mask->scalar_type() == at::kBool ||
                      (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
   if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+  const RecomputeArgument offered = as_cheap_attention(recompute, q, k, v, is_causal);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
-  const auto again = RecomputeArgument(recompute).recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
+  const auto again = offered.recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
   const Tensor out = Attention::apply(q, k, v, args, again);
   if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
@@ -135,7 +139,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
         if (const auto a = node.lock()) Again::put(a, made, logsumexp);
         return made;
       },
-      recompute, Pieces::no, flops);
+      offered, Pieces::no, flops);
   return out;
 }
 

@@ -75,9 +75,17 @@ bool plain(const at::Tensor& x) {
   return true;
 }
 
+namespace {
+// A view holds what it is a view of, without autograd too.
+bool holds_its_memory_alone(const at::Tensor& t) {
+  const auto holders = t.storage().use_count();
+  return holders == 1 || (holders == 2 && t.is_view() && t._base().use_count() == 1 && t._base().is_alias_of(t));
+}
+}  // namespace
+
 bool only_ours(const at::Tensor& t) {
   return t.defined() && !at::GradMode::is_enabled() && !t.requires_grad() && t.use_count() == 1 && t.has_storage() &&
-         t.storage().use_count() == 1 && t.is_non_overlapping_and_dense() && t.numel() > 0 && !t.is_neg() &&
+         holds_its_memory_alone(t) && t.is_non_overlapping_and_dense() && t.numel() > 0 && !t.is_neg() &&
          !t._is_zerotensor() && !t.key_set().has(c10::DispatchKey::Python);
 }
 

@@ -126,6 +126,15 @@ LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, con
   return {cheap ? Recompute::if_cheap : Recompute::off, 0};
 }
 
+RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const Tensor& query, const Tensor& key,
+                                     const Tensor& value, bool causal) {
+  if (recompute.how != Recompute::if_cheap) return recompute;
+  const bool cheap = is_cheap_attention(static_cast<double>(key.size(2)),
+                                        static_cast<double>(value.size(1) * value.size(3)), causal) &&
+                     !runs_layer(query) && !runs_layer(key) && !runs_layer(value);
+  return cheap ? Recompute::if_cheap : Recompute::off;
+}
+
 bool costs_nothing(const Tensor& t) {
   std::vector<Tensor> leaves;
   return !hooks_active() && (kept_anyway(t) || usable_recipe(t, leaves));

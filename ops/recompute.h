@@ -64,6 +64,10 @@ struct LayerOffer {
 LayerOffer as_cheap_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
                           const at::Tensor& weight, double flops, bool depthwise = false);
 
+// The same of attention, of which query (batches, heads, rows, features of a head), key and value are kept anyway.
+RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const at::Tensor& query, const at::Tensor& key,
+                                     const at::Tensor& value, bool causal);
+
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.
 bool hooks_active();

@@ -29,7 +29,7 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::linear", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::matmul", .expensive = true},
     {.name = "tsmem::mm", .expensive = true},
-    {.name = "tsmem::scaled_dot_product_attention", .expensive = true},
+    {.name = "tsmem::scaled_dot_product_attention", .expensive = true, .may_be_cheap = true},
 };
 
 // Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 96 features
@@ -37,6 +37,13 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
 // product of matrices and takes up to eight times as long. operations: of an element of its output, two for each of the
 // weight's elements that it meets.
 constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 192; }
+
+// Whether attention takes so little of a transformer's time that backward may run it again. features: of all heads
+// together. An element of its output takes two products a key, and the linear layers beside it, forward and backward, 36
+// a feature: at a third of a key a feature, 1/54 of the time. With a causal mask there are half as many keys.
+constexpr bool is_cheap_attention(double keys, double features, bool causal) {
+  return (causal ? keys / 2 : keys) * 3 <= features;
+}
 
 constexpr OperatorTraits traits_of(std::string_view name) {
   for (const OperatorTraits& t : kOperatorTraits)

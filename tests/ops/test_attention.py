@@ -27,7 +27,7 @@ def needing(tensors, needs):
     return [t.detach().clone(memory_format=torch.preserve_format).requires_grad_(n) for t, n in zip(tensors, needs)]
 
 
-@pytest.mark.parametrize("again", [-1, 0, 1])
+@pytest.mark.parametrize("again", [-1, 0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_equals_pytorch(dtype, again):
     """Bit for bit: the same kernels run."""
@@ -42,7 +42,7 @@ def test_attention_equals_pytorch(dtype, again):
 
 @pytest.mark.parametrize("needs", itertools.product((False, True), repeat=3))
 def test_attention_every_combination_of_gradients(needs):
-    for again, other in itertools.product((0, 1), (None, 9)):
+    for again, other in itertools.product((0, 1, 3), (None, 8)):
         inputs = needing(heads(other=other), needs)
         assert_equal(run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, recompute=again), *inputs), run(sdpa, *inputs))
 
@@ -327,7 +327,43 @@ def test_recomputed_keeps_nothing_inside(f):
     assert kept[1] < kept[0] / 4, kept
 
 
-@pytest.mark.parametrize("again", [-1, 0, 1])
+IF_CHEAP = 3
+
+
+@pytest.mark.parametrize("keys,causal,cheap", ((10, False, True), (11, False, False), (20, True, True), (22, True, False)))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_runs_again_where_that_is_cheap(dtype, keys, causal, cheap):
+    """Up to a third of a key a feature (32 here), or two thirds with a causal mask, its output is not kept; bits are as without."""
+    x = torch.randn(4, keys, 32).to(dtype).requires_grad_()
+    w = [(torch.randn(96, 32) / 8).to(dtype).requires_grad_(), (torch.randn(32, 32) / 8).to(dtype).requires_grad_()]
+
+    def f(x, a, b, again):
+        q, k, v = ops.linear(x, a, None).reshape(4, keys, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        y = ops.scaled_dot_product_attention(q, k, v, None, 0.0, causal, None, False, again)
+        return ops.linear(ops.reshape(y.transpose(1, 2), [4, keys, 32], 1), b)
+
+    want = run(lambda *t: f(*t, 0), x, *w)
+    for _ in range(4):
+        assert_equal(run(lambda *t: f(*t, IF_CHEAP), x, *w), want)
+    kept = {again: live_bytes(lambda: f(x, *w, again)) for again in (0, 1, IF_CHEAP)}
+    assert kept[1] < kept[0]
+    assert kept[IF_CHEAP] == kept[1 if cheap else 0]
+
+
+def test_attention_of_what_a_layer_makes_again_is_kept():
+    """No two that run again in a row: its inputs are made by linear layers that do."""
+    x, w = torch.randn(4, 64, 16, requires_grad=True), [torch.randn(64, 16, requires_grad=True) for _ in range(3)]
+
+    def f(attention_again):
+        q, k, v = (ops.linear(x, each, None, IF_CHEAP).reshape(4, 64, 4, 16).transpose(1, 2) for each in w)
+        return ops.scaled_dot_product_attention(q, k, v, None, 0.0, True, None, False, attention_again)
+
+    kept = {again: live_bytes(lambda: f(again)) for again in (0, 1, IF_CHEAP)}
+    assert kept[1] < kept[0]
+    assert kept[IF_CHEAP] == kept[0]
+
+
+@pytest.mark.parametrize("again", [-1, 0, 1, 3])
 def test_nothing_outlives_the_graph(again):
     q, k, v = needing(heads(2, 4, 64, 16, torch.float32), [True] * 3)
     mask, x = torch.zeros(64, 64), torch.randn(4, 64, 32, requires_grad=True)

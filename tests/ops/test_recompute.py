@@ -496,6 +496,32 @@ def test_gradient_in_place(dtype, size, act, args, last):
                 assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("act", ("gelu", "gelu_tanh", "silu"))
+def test_gradient_of_a_linear_layer_in_place(act):
+    """A gradient that is a view of a product which nobody else has: its memory serves for the result too."""
+    x, w = torch.randn(2, 64, 32, requires_grad=True), torch.randn(48, 96, requires_grad=True)
+    first = torch.randn(96, 32, requires_grad=True)
+
+    def step(hold):
+        h = ops.linear(x, first, None, 1)
+        y = ops.act(h, act, [], 1)
+        if hold:
+            y.register_hook(lambda t: held.append(t))
+        loss = ops.linear(y, w, None, 1).sum()
+        del h, y
+        return loss
+
+    taken = {}
+    for hold in (False, True):
+        held = []
+        loss = step(hold)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+            loss.backward()
+        names = (f"aten::{act}_backward", "aten::gelu_backward", "tsmem::_smooth_act_backward")
+        taken[hold] = [e.cpu_memory_usage for e in p.events() if e.name in names]
+    assert taken == {False: [0], True: [2 * 64 * 96 * 4]}
+
+
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("shape", ((3, 5), (2, 3, 5), (2, 2, 3, 5)))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
