@@ -138,3 +138,35 @@ def test_the_graph_names_what_a_run_keeps(tmp_path, name, level):
     total = sum(s["bytes"] for s in measured["stays"])
     missing = [(s["op"], s["module"], s["bytes"]) for s in measured["stays"] if (s["op"], s["module"]) not in named]
     assert sum(m[2] for m in missing) <= 0.1 * total, (missing[:10], total)
+
+
+class Attention(torch.nn.Module):
+    """As attention layers are written: one product for query, key and value, taken apart by `take`."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.take, self.product, self.out = take, torch.nn.Linear(128, 384), torch.nn.Linear(128, 128)
+
+    def forward(self, x):
+        n, length, width = x.shape
+        q, k, v = self.take(self.product(x).view(n, length, 3, 4, 32).permute(2, 0, 3, 1, 4))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(n, length, width))
+
+
+@pytest.mark.parametrize("take", (lambda t: t.unbind(0), lambda t: (s.squeeze(0) for s in t.chunk(3)), lambda t: (t[0], t[1], t[2])))
+def test_lists_of_views_are_what_they_are_views_of(tmp_path, take):
+    torch.jit.trace(Attention(take), torch.randn(2, 64, 128)).save(str(tmp_path / "model.pt"))
+    report, text = rewritten(tmp_path, None)
+    assert {s["op"] for s in report["stays"]} == {"tsmem::linear", "tsmem::scaled_dot_product_attention"}, text
+
+
+@pytest.mark.parametrize("length,stays", ((42, False), (43, True)))
+def test_attention_of_few_keys_does_not_stay(tmp_path, length, stays):
+    """Of exported programs, whose graphs have sizes: a third of a key for each of 128 features."""
+    program = torch.export.export(Attention(lambda t: t.unbind(0)), (torch.randn(8, length, 128),))
+    torch.export.save(program, str(tmp_path / "model.pt2"))
+    done = run("rewrite", tmp_path / "model.pt2", "-o", tmp_path / "out.pt2", "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    kept = {s["op"] for s in json.loads((tmp_path / "report.json").read_text())["stays"] if (s["bytes"] or 0) > 4096}
+    assert ("tsmem::scaled_dot_product_attention" in kept) == stays, done.stdout

@@ -38,12 +38,13 @@ bool holds_tensors(const c10::TypePtr& type) {
          std::any_of(inner.begin(), inner.end(), [](const auto& t) { return holds_tensors(t); });
 }
 
-// Its result is memory of an argument, which it may have overwritten.
+// Its result is memory of an argument, which it may have overwritten, or a list of such.
 bool gives_argument(const Node* n, size_t output, size_t& argument) {
   const FunctionSchema* schema = n->maybeSchema();
   if (!schema || output >= schema->returns().size()) return false;
   const c10::AliasInfo* result = schema->returns()[output].alias_info();
   if (!result) return false;
+  if (!result->containedTypes().empty()) result = &result->containedTypes()[0];  // unbind's list of views
   for (argument = 0; argument < schema->arguments().size() && argument < n->inputs().size(); ++argument)
     if (const c10::AliasInfo* a = schema->arguments()[argument].alias_info();
         a && a->beforeSets() == result->beforeSets())
