@@ -76,10 +76,19 @@ bool plain(const at::Tensor& x) {
 }
 
 namespace {
+// The strides of dimensions of size 1 included, which views may have otherwise: what takes t's memory takes its strides.
+bool as_a_new_tensor(const at::Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  return strides.equals(c10::contiguous_strides(sizes)) ||
+         (t.dim() == 4 && strides.equals(c10::get_channels_last_strides_2d(sizes))) ||
+         (t.dim() == 5 && strides.equals(c10::get_channels_last_strides_3d(sizes)));
+}
+
 // A view holds what it is a view of, without autograd too.
 bool holds_its_memory_alone(const at::Tensor& t) {
   const auto holders = t.storage().use_count();
-  return holders == 1 || (holders == 2 && t.is_view() && t._base().use_count() == 1 && t._base().is_alias_of(t));
+  if (holders == 1) return true;
+  return holders == 2 && t.is_view() && t._base().use_count() == 1 && t._base().is_alias_of(t) && as_a_new_tensor(t);
 }
 }  // namespace
 
