@@ -1,9 +1,9 @@
 // Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
-// logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h. A product of matrices
-// keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing. Everything
-// else is PyTorch's.
+// logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h. A product of
+// matrices keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing.
+// Everything else is PyTorch's.
 //
 // Backwards as derivatives.yaml has them for aten::_scaled_dot_product_flash_attention_for_cpu, aten::bmm and
 // aten::_softmax.

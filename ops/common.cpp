@@ -76,7 +76,8 @@ bool plain(const at::Tensor& x) {
 }
 
 namespace {
-// The strides of dimensions of size 1 included, which views may have otherwise: what takes t's memory takes its strides.
+// The strides of dimensions of size 1 included, which views may have otherwise: what takes t's memory takes its
+// strides.
 bool as_a_new_tensor(const at::Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   return strides.equals(c10::contiguous_strides(sizes)) ||

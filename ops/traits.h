@@ -39,8 +39,8 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
 constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 192; }
 
 // Whether attention takes so little of a transformer's time that backward may run it again. features: of all heads
-// together. An element of its output takes two products a key, and the linear layers beside it, forward and backward, 36
-// a feature: at a third of a key a feature, 1/54 of the time. With a causal mask there are half as many keys.
+// together. An element of its output takes two products a key, and the linear layers beside it, forward and backward,
+// 36 a feature: at a third of a key a feature, 1/54 of the time. With a causal mask there are half as many keys.
 constexpr bool is_cheap_attention(double keys, double features, bool causal) {
   return (causal ? keys / 2 : keys) * 3 <= features;
 }
