@@ -163,7 +163,7 @@ def test_lists_of_views_are_what_they_are_views_of(tmp_path, take):
 
 @pytest.mark.parametrize("length,stays", ((42, False), (43, True)))
 def test_attention_of_few_keys_does_not_stay(tmp_path, length, stays):
-    """Of exported programs, whose graphs have sizes: a third of a key for each of 128 features."""
+    """Of exported programs, whose bytes are known without an input: a third of a key for each of 128 features."""
     program = torch.export.export(Attention(lambda t: t.unbind(0)), (torch.randn(8, length, 128),))
     torch.export.save(program, str(tmp_path / "model.pt2"))
     done = run("rewrite", tmp_path / "model.pt2", "-o", tmp_path / "out.pt2", "--json", tmp_path / "report.json")

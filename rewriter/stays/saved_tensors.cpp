@@ -326,26 +326,9 @@ class GraphAccount {
     return of_means_[v] = all;
   }
 
-  // As as_cheap_attention() in ops/recompute.cpp decides when it runs. Not where the graph has no sizes.
-  bool is_cheap_attention_of(const Node* n) {
-    const auto sizes = [&](size_t input) {
-      const auto type = n->input(input)->type()->cast<TensorType>();
-      return type ? type->sizes().concrete_sizes() : std::nullopt;
-    };
-    const auto key = sizes(1), value = sizes(2);
-    const auto dropout = toIValue(n->input(4)), causal = toIValue(n->input(5));
-    if (!key || !value || key->size() != 4 || value->size() != 4 || !dropout || !causal) return false;
-    return dropout->toDouble() == 0 &&
-           is_cheap_attention(static_cast<double>((*key)[2]), static_cast<double>((*value)[1] * (*value)[3]),
-                              causal->toBool()) &&
-           !runs_layer(n->input(0)) && !runs_layer(n->input(1)) && !runs_layer(n->input(2));
-  }
-
-  // As as_cheap_layer() in ops/recompute.cpp decides when it runs.
+  // As as_cheap_layer() in ops/recompute.cpp decides when it runs. Not attention: graphs have no sizes.
   bool is_cheap(const Node* n) {
     if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
-    if (n->kind() == Symbol::fromQualString("tsmem::scaled_dot_product_attention"))
-      return cheap_[n] = is_cheap_attention_of(n);
     const at::Tensor weight = weight_of(n);
     const auto work = weight.defined() ? work_of(n, weight) : std::nullopt;
     const Value* input = n->input(0);
