@@ -1,5 +1,6 @@
 #include "rewriter/rewrite/canonical.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 #include <torch/csrc/jit/ir/constants.h>
 
@@ -146,9 +147,17 @@ CanonicalOp canonical(Node* n) {
   return op;
 }
 
+// An operator with a derivative, or with kernels of its own, whose schema has no alias: PyTorch's tests hold it to that
+// (tools/autograd/gen_variable_type.py). Composite ones they don't.
+static bool is_fresh_by_schema(const Node* n) {
+  const FunctionSchema* schema = n->maybeSchema();
+  if (!schema || !only_reads(n)) return false;
+  const auto op = c10::Dispatcher::singleton().findSchema(schema->operator_name());
+  return op && !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
 bool makes_fresh_tensor(const Node* n) {
-  // A list of what is known, not the schema: dropout, type_as, expand and others may return their input without saying
-  // so.
+  // Composite operators that are known: dropout, type_as, pad and others may return their input without saying so.
   static const std::set<std::string> known = {"conv1d",
                                               "conv2d",
                                               "conv3d",
@@ -225,7 +234,7 @@ bool makes_fresh_tensor(const Node* n) {
     return all;
   }();
   const std::string name = n->kind().toUnqualString();
-  return n->kind().is_aten() && (fresh.count(name) || is_activation(name));
+  return n->kind().is_aten() && (fresh.count(name) || is_activation(name) || is_fresh_by_schema(n));
 }
 
 bool is_dropout(c10::Symbol kind) {
@@ -269,7 +278,14 @@ bool may_give_its_argument(const Node* n) {
                                               "pixel_shuffle",
                                               "pixel_unshuffle",
                                               "unflatten_dense_tensors",
-                                              "flatten_dense_tensors"};
+                                              "flatten_dense_tensors",
+                                              "_embedding_bag",
+                                              "_embedding_bag_forward_only",
+                                              "lu_unpack",
+                                              "q_per_channel_scales",
+                                              "q_per_channel_zero_points",
+                                              "lift",
+                                              "lift_fresh_copy"};
   return n->kind().is_aten() && (is_dropout(n->kind()) || known.count(n->kind().toUnqualString()));
 }
 

@@ -35,6 +35,14 @@ bool gives_part_of_first(const Node* n) {
   return true;
 }
 
+// Whether all this is memory that is made after n has run. That is not what was there before, but for what an earlier
+// iteration has left: LibTorch's analysis takes all that has been in a tuple or a list for one.
+bool all_newer(const std::unordered_set<Value*>& origins, Node* n) {
+  return std::all_of(origins.begin(), origins.end(), [&](Value* v) {
+    return makes_fresh_tensor(v->node()) && runs_before(n, v->node()) && !in_one_loop(n, v->node());
+  });
+}
+
 }  // namespace
 
 bool Sharing::may_alias(Value* x, Value* y) {
@@ -42,11 +50,9 @@ bool Sharing::may_alias(Value* x, Value* y) {
   if (x == y) return true;
   const bool fresh_x = makes_fresh_tensor(x->node()), fresh_y = makes_fresh_tensor(y->node());
   if (fresh_x && fresh_y) return false;
-  // Memory that is new is not what was there before, but for what an earlier iteration has left: LibTorch's analysis
-  // takes all that has been in a tuple for one.
-  if (((fresh_x && runs_before(y->node(), x->node())) || (fresh_y && runs_before(x->node(), y->node()))) &&
-      !in_one_loop(x->node(), y->node()))
-    return false;
+  Origins from_x, from_y;
+  const bool known_x = collect_origins(x, from_x), known_y = collect_origins(y, from_y);
+  if ((known_x && all_newer(from_x.found, y->node())) || (known_y && all_newer(from_y.found, x->node()))) return false;
   const auto path_x = attribute_path(x), path_y = attribute_path(y);
   if (path_x && path_y && !path_x->empty() && !path_y->empty())
     return attributes_.alias(*path_x, *path_y) || is_set(*path_x) || is_set(*path_y);
@@ -55,8 +61,7 @@ bool Sharing::may_alias(Value* x, Value* y) {
       (path_y && !path_y->empty() && attributes_.integral(*path_y)))
     return false;
   if ((fresh_x && path_y && !is_set(*path_y)) || (fresh_y && path_x && !is_set(*path_x))) return false;
-  Origins from_x, from_y;
-  if (collect_origins(x, from_x) && collect_origins(y, from_y)) return share_an_origin(from_x.found, from_y.found);
+  if (known_x && known_y) return share_an_origin(from_x.found, from_y.found);
   const ValueSet& all = sharing(x);
   return std::any_of(all.begin(), all.end(),
                      [&](const Value* v) { return aliases().mayContainAlias(const_cast<Value*>(v), y); });
