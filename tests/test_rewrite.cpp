@@ -867,6 +867,47 @@ TEST(Regions, WhatIsNoneSharesNoMemory) {
   }
 }
 
+// A detector's labels are new memory, made from features that went through lists: what is written to them changes no
+// feature. A write to a part of the feature itself does.
+TEST(Regions, WhatIsNewIsNotWhatWasThereBefore) {
+  for (const auto& [written, recompute] :
+       {std::pair{"(places >= 2).to(z.dtype)", 1}, std::pair{"torch.stack([best, best])", 1},
+        std::pair{"best.floor()", 1}, std::pair{"h.flatten(1)[:, 0]", 0}}) {
+    SCOPED_TRACE(written);
+    Module m = module("Net");
+    m.register_module("conv", conv());
+    m.register_module("bn", norm());
+    m.define(fmt::format(R"(
+    def forward(self, x):
+        h = self.conv.forward(x)
+        z = torch.relu(self.bn.forward(h))
+        features: Dict[str, Tensor] = {{}}
+        features["0"] = z
+        labels: List[Tensor] = []
+        for feature in list(features.values()):
+            best, places = torch.max(feature.detach().flatten(1), 1)
+            found = {}
+            found.mul_(0.5)
+            labels.append(found)
+        return z, labels
+  )",
+                         written));
+    Module original = reload(m);
+    const auto report = rewrite(m, regions());
+    EXPECT_TRUE(matched(report, "bn-act"));
+    for (auto* n : m.get_method("forward").graph()->nodes())
+      if (n->kind() == c10::Symbol::fromQualString("tsmem::batch_norm_act"))
+        EXPECT_EQ(torch::jit::toIValue(n->inputs().back())->toInt(), recompute);
+    if (recompute) {
+      expect_same_numbers(original, m, image());
+      continue;
+    }
+    const auto norm =
+        std::find_if(report.matches.begin(), report.matches.end(), [](const auto& f) { return f.pattern == "bn-act"; });
+    EXPECT_EQ(norm->overwritten_by, "aten::mul_");
+  }
+}
+
 // These may give their argument, or a view of it, and their schemas don't say so.
 TEST(Regions, SeesThroughWhatGivesItsArgument) {
   for (const char* given : {"torch.dropout(h, 0.5, self.training)", "torch.type_as(h, x)",

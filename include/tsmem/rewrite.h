@@ -37,6 +37,7 @@ struct Match {
   std::vector<std::string> nodes;  // the matched ops with their places, in graph order: "bn1.forward: aten::batch_norm"
   bool recomputed;                 // its output is recomputed in backward
   std::string op;                  // what was put there: "tsmem::batch_norm_act"; several joined by " + "
+  std::string overwritten_by;      // what may write to its operands later, so that nothing is recomputed from them
 };
 
 // `pattern` is "checkpoint" for a module that was to run again in backward and does not.

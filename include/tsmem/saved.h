@@ -16,6 +16,7 @@ enum class Why {
   own,           // an operator of tsmem's needs it for its own backward
   level_ops,     // Level::ops recomputes nothing
   sources,       // recomputing it would take other tensors that are gone, or as large
+  overwritten,   // what it would be recomputed from may be written to before backward
   unknown,       // nothing is known of what the operator keeps
 };
 

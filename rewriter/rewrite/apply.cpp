@@ -20,7 +20,7 @@ using namespace torch::jit;
 static auto identity(const FoundMatch& f, const std::vector<Place>& nodes) {
   std::vector<std::pair<const Scope*, Node*>> places;
   for (const Place& p : nodes) places.emplace_back(p.scope, p.node);
-  return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten, f.in_place, f.act_in_place,
+  return std::make_tuple(f.rule, std::move(places), f.draws, f.overwritten_by.empty(), f.in_place, f.act_in_place,
                          f.draws_for_others, f.makes_new.empty());
 }
 

@@ -35,7 +35,7 @@ RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Le
   return [&module, &c, level, &attributes, &sites](Graph& g, const std::string& op, const FoundMatch& found) {
     const bool expensive = offers_recompute(op) == Offers::expensive;
     const bool again = level != Level::ops && !expensive;
-    if (found.overwritten) return g.insertConstant(argument_of(Recompute::off));
+    if (!found.overwritten_by.empty()) return g.insertConstant(argument_of(Recompute::off));
     const bool if_cheap = level == Level::regions && traits_of(op).may_be_cheap;
     const Recompute how = again ? Recompute::shared : if_cheap ? Recompute::if_cheap : Recompute::off;
     if (level != Level::plan) return g.insertConstant(argument_of(how));

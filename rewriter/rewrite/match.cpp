@@ -318,14 +318,18 @@ class Matcher {
                        [](const Line& line) { return offers_recompute(line.op) != Offers::nothing; }))
         continue;
       const auto read = read_again(a, found);
-      found.overwritten =
-          std::any_of(read.begin(), read.end(), [&](Value* v) { return sharing_.written_by_the_model(v); }) ||
-          std::any_of(writes.begin(), writes.end(), [&](const Write& w) {
-            return (w.always || may_run_after(w.node, a.nodes.back())) &&
-                   std::any_of(read.begin(), read.end(), [&](Value* v) {
-                     return (!w.statistics || sharing_.may_be_attribute(v)) && sharing_.reaches(w.tensor, v);
-                   });
-          });
+      if (std::any_of(read.begin(), read.end(), [&](Value* v) { return sharing_.written_by_the_model(v); })) {
+        found.overwritten_by = "a method of the model";
+        continue;
+      }
+      const auto write = std::find_if(writes.begin(), writes.end(), [&](const Write& w) {
+        return (w.always || may_run_after(w.node, a.nodes.back())) &&
+               std::any_of(read.begin(), read.end(), [&](Value* v) {
+                 return (!w.statistics || sharing_.may_be_attribute(v)) && sharing_.reaches(w.tensor, v);
+               });
+      });
+      if (write != writes.end())
+        found.overwritten_by = write->node ? name_of(view_, write->node) : "code whose result nothing uses";
     }
   }
 };

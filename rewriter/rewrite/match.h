@@ -30,7 +30,7 @@ struct FoundMatch {
   bool act_in_place = false;        // the matched activation overwrites its input
   bool draws_for_others = false;    // a dropout that overwrites what others use too: it is there to stay
   std::string makes_new = {};       // a dropout whose result is overwritten, by name: never its argument
-  bool overwritten = false;         // what it reads may be written to later: its output can't be recomputed from that
+  std::string overwritten_by = {};  // what may write to what it reads: its output can't be recomputed from that
 };
 
 struct NearMiss {

@@ -16,11 +16,12 @@ namespace tsmem {
 
 // Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
-  MatchResult matched;                                           // in the whole view
-  std::set<std::pair<const Scope*, Node*>> copied;               // the places of the whole view
-  std::unordered_set<const Scope*> dead;                         // calls and branches with unused tensors in them
-  std::unordered_set<const Scope*> around_unused;                // of norms that nothing uses, outside autocast blocks, and of dead draws
-  std::unordered_set<const Scope*> used;                         // where modules run again: used_calls()
+  MatchResult matched;                              // in the whole view
+  std::set<std::pair<const Scope*, Node*>> copied;  // the places of the whole view
+  std::unordered_set<const Scope*> dead;            // calls and branches with unused tensors in them
+  std::unordered_set<const Scope*>
+      around_unused;                      // of norms that nothing uses, outside autocast blocks, and of dead draws
+  std::unordered_set<const Scope*> used;  // where modules run again: used_calls()
   std::map<const Scope*, std::string> overwritten;               // where modules run again: overwritten_arguments()
   std::map<const Scope*, std::string> unused_draws;              // where modules run again: unused_draws()
   std::map<std::pair<const Scope*, Node*>, bool> draws_again;    // where modules run again: drawing_inside()

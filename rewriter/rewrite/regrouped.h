@@ -5,8 +5,8 @@
 
 namespace tsmem {
 
-// Where that is so of a method that no other calls, takes the matches in it and in all that it calls out of `found`, the
-// results as they were before bodies were built, and says why. Whether there was one.
+// Where that is so of a method that no other calls, takes the matches in it and in all that it calls out of `found`,
+// the results as they were before bodies were built, and says why. Whether there was one.
 bool refuse_regrouped(const Results& built, Results& found);
 
 }  // namespace tsmem

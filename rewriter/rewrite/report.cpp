@@ -76,7 +76,7 @@ std::unordered_set<const Node*> recomputed_nodes(const Results& results) {
   for (const auto& [method, result] : results)
     for (const FoundMatch& found : result.found)
       for (const Line& line : rewrite_lines(found.rule->rewrite))
-        if (offers_recompute(line.op) == Offers::cheap && !found.overwritten)
+        if (offers_recompute(line.op) == Offers::cheap && found.overwritten_by.empty())
           for (const Place& p : found.nodes) nodes.insert(p.node);
   return nodes;
 }
@@ -95,11 +95,11 @@ std::string common_path(const std::string& a, const std::string& b) {
 Match match_of(const FoundMatch& found, const std::string& path, const std::string& method, Level level) {
   std::string inner = module_path(found.nodes.front().node);  // of a flat body
   for (const Place& p : found.nodes) inner = common_path(inner, module_path(p.node));
-  Match m{found.pattern->name, join_path(path, inner), method, {}, false, ""};
+  Match m{found.pattern->name, join_path(path, inner), method, {}, false, "", found.overwritten_by};
   for (const Place& p : found.nodes) m.nodes.push_back(place_name(p));
   for (const Line& line : rewrite_lines(found.rule->rewrite)) {
     m.op += (m.op.empty() ? "" : " + ") + line.op;
-    m.recomputed |= level != Level::ops && !found.overwritten && offers_recompute(line.op) == Offers::cheap;
+    m.recomputed |= level != Level::ops && found.overwritten_by.empty() && offers_recompute(line.op) == Offers::cheap;
   }
   return m;
 }

@@ -39,7 +39,7 @@ void set_requires_grad(Module& module, const RewriteOptions& o) {
 // What the method that was asked for, or forward, keeps for backward, before and after. Nothing where there is no such
 // method.
 Saved saved_by_graph(const Module& module, const Selection& selection, const Results& results,
-                     const std::vector<Refusal>& refused) {
+                     const RewriteReport& report) {
   const std::string name = selection.options.method.empty() ? "forward" : selection.options.method;
   const GraphFunction* function = graph_function(module.type()->findMethod(name));
   if (!function) return {};
@@ -48,7 +48,7 @@ Saved saved_by_graph(const Module& module, const Selection& selection, const Res
   const Graph& rewritten = it != results.end() && it->second.body ? *it->second.body : original;
   const auto tensors = saved_tensors(module, rewritten, rewritten_bodies(results));
   Saved saved;
-  saved.stays = stays_of(tensors, selection.options, refused);
+  saved.stays = stays_of(tensors, selection.options, report);
   saved.tensors = static_cast<int64_t>(tensors.size());
   saved.original_tensors = static_cast<int64_t>(saved_tensors(module, original, callee).size());
   return saved;
@@ -89,7 +89,7 @@ RewriteReport rewrite(Module& module, const RewriteOptions& options, bool dry_ru
   const std::string amp_method = options.method.empty() ? "forward" : options.method;
   if (!options.amp.empty()) check_autocast(module, amp_method);
   if (!dry_run) set_requires_grad(module, options);
-  done.saved = saved_by_graph(module, selection, results, done.refused);
+  done.saved = saved_by_graph(module, selection, results, done);
   if (dry_run) return done;
   install_all(selection, results);
   if (!options.amp.empty()) write_autocast(module, amp_method, options.amp);

@@ -125,7 +125,7 @@ struct Session::Impl {
     const auto left = saved_tensors_of_step(result, inputs, how);
     report.saved.original_bytes = before;
     report.saved.bytes = sum(left);
-    report.saved.stays = stays_of(left, options, report.refused);
+    report.saved.stays = stays_of(left, options, report);
   }
 
   // A program of torch.export says with what shapes it runs.

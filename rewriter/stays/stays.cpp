@@ -58,12 +58,20 @@ struct Verdict {
   std::string reason;
 };
 
-Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const std::vector<Refusal>& refused) {
+// What may write to what an operator of a module has read; "" where nothing may.
+std::string overwritten_by(const SavedTensor& k, const std::vector<Match>& matches) {
+  const auto m = std::find_if(matches.begin(), matches.end(), [&](const Match& match) {
+    return !match.overwritten_by.empty() && match.op.ends_with(k.op) && inside(k.module, match.module);
+  });
+  return m == matches.end() ? "" : m->overwritten_by;
+}
+
+Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const RewriteReport& report) {
   const bool itself = k.op == k.keeper && k.module == k.keeper_module;
   if (!is_ours(k.keeper)) {
     const auto patterns = patterns_with(k.keeper, options);
     if (!patterns.empty()) {
-      const std::string why_not = refusal(patterns, k.keeper_module, refused);
+      const std::string why_not = refusal(patterns, k.keeper_module, report.refused);
       return {Why::not_replaced, fmt::format("{} needs it, which no pattern takes there{}", k.keeper,
                                              why_not.empty() ? "" : fmt::format(" ({})", why_not))};
     }
@@ -82,6 +90,9 @@ Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const std::
     return {Why::not_offered, fmt::format("{} needs it, and {} can't be run again in backward", k.keeper, k.op)};
   if (options.level == Level::ops)
     return {Why::level_ops, fmt::format("{} needs it, and at this level nothing is recomputed", k.keeper)};
+  if (const std::string by = overwritten_by(k, report.matches); !by.empty())
+    return {Why::overwritten,
+            fmt::format("{} needs it, and {} may overwrite what it would be recomputed from", k.keeper, by)};
   return {Why::sources,
           fmt::format("{} needs it, and recomputing it would take tensors that are gone or as large", k.keeper)};
 }
@@ -89,13 +100,13 @@ Verdict verdict(const SavedTensor& k, const RewriteOptions& options, const std::
 }  // namespace
 
 std::vector<Stay> stays_of(const std::vector<SavedTensor>& saved, const RewriteOptions& options,
-                           const std::vector<Refusal>& refused) {
+                           const RewriteReport& report) {
   std::vector<Stay> stays;
   std::map<std::tuple<std::string, std::string, std::string, std::string>, size_t> places;
   for (const SavedTensor& s : saved) {
     const auto [place, fresh] = places.try_emplace({s.op, s.module, s.keeper, s.keeper_module}, stays.size());
     if (fresh) {
-      auto [why, reason] = verdict(s, options, refused);
+      auto [why, reason] = verdict(s, options, report);
       stays.push_back({s.op, s.module, s.keeper, s.keeper_module, 0, {}, why, std::move(reason)});
     }
     Stay& stay = stays[place->second];

@@ -5,9 +5,9 @@
 
 namespace tsmem {
 
-// Groups saved tensors by maker and keeper, largest first, and says of each group why it stays. `refused`: what almost
-// matched.
+// Groups saved tensors by maker and keeper, largest first, and says of each group why it stays. `report`: what
+// matched, and what almost did.
 std::vector<Stay> stays_of(const std::vector<SavedTensor>& saved, const RewriteOptions& options,
-                           const std::vector<Refusal>& refused);
+                           const RewriteReport& report);
 
 }  // namespace tsmem
