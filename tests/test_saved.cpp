@@ -145,6 +145,21 @@ TEST(SavedTensors, OfALayerThatTakesFewOperationsNothingStays) {
   EXPECT_EQ(kept_of_layer(frozen), nothing);  // made from what the activation keeps
 }
 
+TEST(SavedTensors, WhatMayBeOverwrittenIsNamed) {
+  Module m =
+      net("    h = self.conv1.forward(x)\n    y = torch.relu(self.bn1.forward(h))\n    z = self.conv2.forward(y)\n"
+          "    h.detach().mul_(2)\n    return z\n");
+  for (const Stay& s : saved(m, Level::regions).stays)
+    if (s.op == "tsmem::batch_norm_act") {
+      EXPECT_EQ(s.why, Why::overwritten);
+      EXPECT_EQ(
+          s.reason,
+          "tsmem::conv2d needs it, and code whose result nothing uses may overwrite what it would be recomputed from");
+      return;
+    }
+  FAIL() << "the output of the norm is kept";
+}
+
 TEST(SavedTensors, AtLevelOpsTheActivationStaysToo) {
   Module m = net(kResidual);
   const Saved s = saved(m, Level::ops);
