@@ -947,6 +947,35 @@ TEST(Regions, TakesADropoutOfWhichAViewIsOverwrittenOnlyWhereTorchScriptDifferen
   EXPECT_TRUE(refused(rewrite(alone, regions()), "dropout", "it is overwritten"));
 }
 
+// MONAI's blocks: an instance norm, a dropout of nothing, and an activation in place. Where TorchScript differentiates
+// the dropout, as it does behind a batch norm, it makes a tensor and draws.
+TEST(Regions, ADropoutOfNothingThatIsOverwrittenIsItsArgument) {
+  const auto block = [](const std::string& p, const std::string& norm_of) {
+    Module drop = module("Drop");
+    drop.define("def forward(self, x):\n    return torch.dropout(x, " + p + ", self.training)\n");
+    Module m = module("Net");
+    m.register_module("conv", conv());
+    m.register_module("bn", norm());
+    m.register_module("drop", drop);
+    m.define("def forward(self, x):\n    y = self.drop.forward(" + norm_of +
+             ")\n    return torch.dropout(torch.leaky_relu_(y, 0.1), 0.5, True)\n");
+    return m;
+  };
+  const std::string instance =
+                        "torch.instance_norm(self.conv.forward(x), None, None, None, None, True, 0.1, 1e-5, True)",
+                    batch = "self.bn.forward(self.conv.forward(x))";
+  Module m = block("0.0", instance), original = reload(m);
+  rewrite(m, regions());
+  FileCheck().check("\"leaky_relu\"")->check("tsmem::instance_norm_act")->check_not("aten::leaky_relu_")->run(graph(m));
+  expect_same_numbers(original, m, image());
+  Module drops = block("0.5", instance), beside = block("0.0", batch), as_written = reload(beside);
+  rewrite(drops, regions());
+  FileCheck().check("aten::leaky_relu_")->run(graph(drops));
+  EXPECT_FALSE(matched(rewrite(beside, regions()), "bn-act"));
+  FileCheck().check("tsmem::dropout")->run(graph(beside));
+  expect_same_numbers(as_written, beside, image());
+}
+
 // LibTorch's alias analysis takes all that has been in a tuple or a list for one tensor.
 TEST(Regions, WritesAfterATupleReachWhatHasTheMemory) {
   const auto after = [](const std::string& write) {

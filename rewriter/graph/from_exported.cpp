@@ -12,6 +12,7 @@
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
+#include "rewriter/rewrite/canonical.h"
 
 namespace tsmem {
 
@@ -65,15 +66,6 @@ const std::unordered_map<std::string, const char*>& number_functions() {
       {"torch.sym_min", "prim::min"},       {"torch.sym_sum", "aten::sum"},
   };
   return functions;
-}
-
-// A dropout with p = 0, which gives its argument itself and draws nothing (ATen/native/Dropout.cpp), in training too.
-bool drops_nothing(const Node* n) {
-  static const std::set<std::string> dropouts = {"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout",
-                                                 "aten::feature_alpha_dropout"};
-  std::string name = n->kind().toQualString();
-  if (name.ends_with('_')) name.pop_back();
-  return dropouts.count(name) && toIValue(n->input(1)) == IValue(0.0);
 }
 
 struct Builder {

@@ -10,6 +10,7 @@
 #include "ops/traits.h"
 #include "rewriter/patterns/pattern_lines.h"
 #include "rewriter/rewrite/operators.h"
+#include "rewriter/rewrite/preoptimized.h"
 
 namespace tsmem {
 
@@ -362,6 +363,7 @@ static void guard_assumptions(View& copy) {
 }
 
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                                  const std::set<std::pair<const Scope*, Node*>>& passes_on,
                                   const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
   // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
@@ -370,8 +372,14 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
-  View copy = copy_graph(source, scopes, inlines);
-  guard_assumptions(copy);
+  const auto copied = [&] {
+    View copy = copy_graph(source, scopes, inlines);
+    for (const auto& place : passes_on)
+      if (const auto n = copy.copies.find(place); n != copy.copies.end()) leave_out(n->second, copy);
+    guard_assumptions(copy);
+    return copy;
+  };
+  View copy = copied();
   // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
   bool tried = false;
   for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
@@ -379,8 +387,7 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
     for (const Scope* s : dead) add_with_parents(s, wanted);
     if (std::exchange(tried, true) && wanted.size() == before) return std::nullopt;
-    copy = copy_graph(source, scopes, inlines);
-    guard_assumptions(copy);
+    copy = copied();
     remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const FoundMatch* f : choice.matches) put(*copy.graph, copy, *f, recompute);

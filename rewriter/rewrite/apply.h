@@ -42,10 +42,12 @@ Choice choose_matches(const std::vector<FoundMatch>& allowed, const std::vector<
 // The body of `source` with the matches applied: calls and branches that a match crosses, and those that the choice
 // names, are inlined, the rest stays as it was. `dead`: the calls and branches in which tensors are made that are never
 // used (remove_dead_code); they are inlined, and what is unused in them left out, only where an inner value of a match
-// has such a user. Throws std::logic_error where an op's schema does not take what the rule gives it (a bug in a
-// pattern). Null where code that the view shows to be dead can't be told from what runs, as calls lie around it: with
-// all of them inlined it can. The places of what the matches put in are not in the result.
+// has such a user. `passes_on`: dropouts that are left out, as they give their argument. Throws std::logic_error where
+// an op's schema does not take what the rule gives it (a bug in a pattern). Null where code that the view shows to be
+// dead can't be told from what runs, as calls lie around it: with all of them inlined it can. The places of what the
+// matches put in are not in the result.
 std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Choice& choice,
+                                  const std::set<std::pair<const Scope*, Node*>>& passes_on,
                                   const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute);
 
 }  // namespace tsmem

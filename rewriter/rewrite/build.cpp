@@ -77,7 +77,7 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
                                 matches_of(results), allowed_matches_of(results));
     }
     const Graph& source = *function_graph(const_cast<Function*>(&f));
-    if ((a.body = apply_matches(source, scopes, a.choice, result.dead, recompute))) return a;
+    if ((a.body = apply_matches(source, scopes, a.choice, result.passes_on, result.dead, recompute))) return a;
   }
   throw std::logic_error(fmt::format("an inner value of a match is used in {}", f.name()));
 }

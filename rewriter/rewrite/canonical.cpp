@@ -242,6 +242,12 @@ bool is_dropout(c10::Symbol kind) {
          kind == aten::feature_alpha_dropout;
 }
 
+bool drops_nothing(const Node* n) {
+  std::string name = n->kind().toQualString();
+  if (name.ends_with('_')) name.pop_back();
+  return is_dropout(Symbol::fromQualString(name)) && toIValue(n->input(1)) == c10::IValue(0.0);
+}
+
 bool may_give_its_argument(const Node* n) {
   // Composite operators, which PyTorch does not hold to their schemas, and what else gives a tensor or a view of it on.
   static const std::set<std::string> known = {"type_as",

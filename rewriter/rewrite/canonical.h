@@ -38,6 +38,10 @@ bool makes_fresh_tensor(const Node* n);
 // Of any kind, not in place: the result may be the argument itself.
 bool is_dropout(c10::Symbol kind);
 
+// Of any kind, in place too, with p = 0: its result is its argument itself and it draws nothing, in training too
+// (ATen/native/Dropout.cpp), but where TorchScript differentiates it (autodiff.h).
+bool drops_nothing(const Node* n);
+
 // Whether its result may be one of its arguments, or a view of it, although its schema does not say so.
 bool may_give_its_argument(const Node* n);
 

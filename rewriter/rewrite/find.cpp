@@ -87,6 +87,19 @@ std::map<std::pair<const Scope*, Node*>, bool> drawing_dropouts(const View& view
   return found;
 }
 
+// The dropouts that give their argument, which is overwritten then: an activation in place behind one with p = 0. Not
+// those that TorchScript differentiates, whose derivative makes a tensor.
+std::set<std::pair<const Scope*, Node*>> overwritten_arguments_of_dropouts(
+    const View& view, const std::map<std::pair<const Scope*, Node*>, bool>& drawing) {
+  std::set<std::pair<const Scope*, Node*>> found;
+  for (const auto& [n, place] : view.places) {
+    const auto draws = drawing.find({place.scope, place.node});
+    if (drops_nothing(n) && gives_overwritten_input(n) && (draws == drawing.end() || !draws->second))
+      found.insert({place.scope, place.node});
+  }
+  return found;
+}
+
 // Leaves dropouts alone whose result may be their argument and is overwritten, but for those that TorchScript
 // differentiates: its derivative makes a tensor, and draws.
 void leave_overwritten(MatchResult& matched) {
@@ -192,22 +205,25 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   if (selection.options.runs_eagerly) view.unused.clear();  // all of them run
   for (const Node* n : view.unused)
     if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
-  result.matched = find_matches(view, selection.patterns, attributes);
+  std::map<std::pair<const Scope*, Node*>, bool> drawing;
   if (selection.options.runs_eagerly) {
+    result.matched = find_matches(view, selection.patterns, attributes);
     for (FoundMatch& found : result.matched.found)
       if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
     leave_overwritten(result.matched);
     return result;
   }
-  std::map<std::pair<const Scope*, Node*>, bool> drawing;
   if (selection.checkpointed.empty()) {
     drawing = drawing_dropouts(view);
+    result.passes_on = overwritten_arguments_of_dropouts(view, drawing);
+    for (const auto& place : result.passes_on) leave_out(view.copies.at(place), view);
   } else {
     View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
     remove_dead_code(whole, UnusedNorms::stay);
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
+  result.matched = find_matches(view, selection.patterns, attributes);
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;

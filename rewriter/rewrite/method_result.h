@@ -16,9 +16,10 @@ namespace tsmem {
 
 // Computed for all methods before any is changed, as callers look into their callees.
 struct Result {
-  MatchResult matched;                              // in the whole view
-  std::set<std::pair<const Scope*, Node*>> copied;  // the places of the whole view
-  std::unordered_set<const Scope*> dead;            // calls and branches with unused tensors in them
+  MatchResult matched;                                 // in the whole view
+  std::set<std::pair<const Scope*, Node*>> copied;     // the places of the whole view
+  std::set<std::pair<const Scope*, Node*>> passes_on;  // dropouts that give their argument, and neither draw nor copy
+  std::unordered_set<const Scope*> dead;               // calls and branches with unused tensors in them
   std::unordered_set<const Scope*>
       around_unused;                      // of norms that nothing uses, outside autocast blocks, and of dead draws
   std::unordered_set<const Scope*> used;  // where modules run again: used_calls()

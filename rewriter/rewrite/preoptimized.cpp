@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/passes/constant_propagation.h>
 #include <torch/csrc/jit/passes/peephole.h>
 
+#include <algorithm>
 #include <set>
 
 namespace tsmem {
@@ -93,6 +94,8 @@ Preoptimized preoptimized(const Graph& source, const BodyOf& body_of, std::map<c
 }
 
 void leave_out(Node* n, View& body) {
+  std::replace(body.overwritten_unused.begin(), body.overwritten_unused.end(), n->output(), n->input(0));
+  body.unused.erase(n);
   n->output()->replaceAllUsesWith(n->input(0));
   const Place place = body.places.at(n);
   body.places.erase(n);

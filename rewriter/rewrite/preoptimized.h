@@ -37,7 +37,8 @@ struct Preoptimized {
 // `callees`: those of the functions that were called so far.
 Preoptimized preoptimized(const Graph& source, const BodyOf& body_of, std::map<const Graph*, Preoptimized>& callees);
 
-// Takes n, the result of which is dead, out of a copy. What is made of the result is made of n's first input.
+// Takes n, the result of which is dead or its first input itself, out of a copy. What is made of the result is made of
+// that input.
 void leave_out(Node* n, View& body);
 
 // What draws in place in a copy of `source`, and which TorchScript takes out as dead before the first call of `source`
