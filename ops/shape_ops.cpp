@@ -1,12 +1,13 @@
 // Pools and paddings whose backward needs the input's shape alone: sizes are kept, and no tensor.
 //
 // Forward and backward are PyTorch's ops; their backward functions take `self` and look at its sizes and layout only,
-// so they get shape_of() in its place. aten's upsample_*, mean, constant and circular pad keep sizes only themselves,
-// and have no op here.
+// so they get shape_of() in its place. A padding can be recomputed in backward: a convolution behind it keeps what it
+// is made from. aten's upsample_*, mean, constant and circular pad keep sizes only themselves, and have no op here.
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "common.h"
+#include "recompute.h"
 #include "registration.h"
 
 namespace tsmem {
@@ -166,24 +167,31 @@ Tensor adaptive_avg_pool1d(const Tensor& x, IntArrayRef size) {
 }
 
 template <Call::Op op>
-Tensor pad_op(const Tensor& x, IntArrayRef padding) {
-  return run(x, {op, padding.vec()});
+Tensor pad_op(const Tensor& x, IntArrayRef padding, int64_t recompute) {
+  const Call c{op, padding.vec()};
+  const Tensor out = run(x, c);
+  if (needs_grad(x) && plain(x))
+    offer(
+        out, {x}, [c](std::vector<Tensor>& from, const std::vector<bool>&) { return aten_shape_op(from[0], c); },
+        recompute);
+  return out;
 }
 
 // Reflect and replicate become their own ops, called by the dispatcher, as autocast has an opinion on them.
-Tensor pad(const Tensor& x, IntArrayRef padding, c10::string_view mode, std::optional<double> value) {
+Tensor pad(const Tensor& x, IntArrayRef padding, c10::string_view mode, std::optional<double> value,
+           int64_t recompute) {
   const int64_t dims = static_cast<int64_t>(padding.size()) / 2;
   const bool reflect = mode == "reflect";
   const bool fits = padding.size() % 2 == 0 && dims >= 1 && dims <= 3 && (x.dim() == dims + 1 || x.dim() == dims + 2);
   if (!needs_grad(x) || !fits || value || (!reflect && mode != "replicate")) return at::pad(x, padding, mode, value);
-  using Signature = Tensor(const Tensor&, IntArrayRef);
+  using Signature = Tensor(const Tensor&, IntArrayRef, int64_t);
   auto find = [](const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
   };
   static const c10::TypedOperatorHandle<Signature> ops[2][3] = {
       {find("tsmem::replication_pad1d"), find("tsmem::replication_pad2d"), find("tsmem::replication_pad3d")},
       {find("tsmem::reflection_pad1d"), find("tsmem::reflection_pad2d"), find("tsmem::reflection_pad3d")}};
-  return ops[reflect][dims - 1].call(x, padding);
+  return ops[reflect][dims - 1].call(x, padding, recompute);
 }
 
 // `op` in float32, as AutocastCPU runs its aten namesake.
@@ -215,13 +223,20 @@ void register_shape_ops(torch::Library& m) {
   m.def("adaptive_avg_pool1d(Tensor self, int[1] output_size) -> Tensor", TORCH_FN(adaptive_avg_pool1d));
   m.def("adaptive_avg_pool2d(Tensor self, int[2] output_size) -> Tensor", TORCH_FN(adaptive_avg_pool2d));
   m.def("adaptive_avg_pool3d(Tensor self, int[3] output_size) -> Tensor", TORCH_FN(adaptive_avg_pool3d));
-  m.def("reflection_pad1d(Tensor self, int[2] padding) -> Tensor", TORCH_FN(pad_op<Call::reflection_pad1d>));
-  m.def("reflection_pad2d(Tensor self, int[4] padding) -> Tensor", TORCH_FN(pad_op<Call::reflection_pad2d>));
-  m.def("reflection_pad3d(Tensor self, int[6] padding) -> Tensor", TORCH_FN(pad_op<Call::reflection_pad3d>));
-  m.def("replication_pad1d(Tensor self, int[2] padding) -> Tensor", TORCH_FN(pad_op<Call::replication_pad1d>));
-  m.def("replication_pad2d(Tensor self, int[4] padding) -> Tensor", TORCH_FN(pad_op<Call::replication_pad2d>));
-  m.def("replication_pad3d(Tensor self, int[6] padding) -> Tensor", TORCH_FN(pad_op<Call::replication_pad3d>));
-  m.def("pad(Tensor self, int[] pad, str mode=\"constant\", float? value=None) -> Tensor", TORCH_FN(pad));
+  m.def("reflection_pad1d(Tensor self, int[2] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::reflection_pad1d>));
+  m.def("reflection_pad2d(Tensor self, int[4] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::reflection_pad2d>));
+  m.def("reflection_pad3d(Tensor self, int[6] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::reflection_pad3d>));
+  m.def("replication_pad1d(Tensor self, int[2] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::replication_pad1d>));
+  m.def("replication_pad2d(Tensor self, int[4] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::replication_pad2d>));
+  m.def("replication_pad3d(Tensor self, int[6] padding, int recompute=0) -> Tensor",
+        TORCH_FN(pad_op<Call::replication_pad3d>));
+  m.def("pad(Tensor self, int[] pad, str mode=\"constant\", float? value=None, int recompute=0) -> Tensor",
+        TORCH_FN(pad));
   m.impl("avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&avg_pool3d>::call));
   m.impl("adaptive_avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&adaptive_avg_pool3d>::call));
   m.impl("reflection_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::reflection_pad1d>>::call));
