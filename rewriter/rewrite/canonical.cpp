@@ -295,6 +295,17 @@ bool may_give_its_argument(const Node* n) {
   return n->kind().is_aten() && (is_dropout(n->kind()) || known.count(n->kind().toUnqualString()));
 }
 
+bool gives_part_of_first(const Node* n) {
+  const FunctionSchema* schema = n->maybeSchema();
+  if (!schema || !n->kind().is_aten() || may_give_its_argument(n) || schema->returns().size() != 1 ||
+      !schema->returns()[0].alias_info())
+    return false;
+  const auto& arguments = schema->arguments();
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if ((arguments[i].alias_info() != nullptr) != (i == 0)) return false;
+  return true;
+}
+
 bool only_reads(const Node* n) {
   static const std::set<Symbol> questions = {prim::dtype, prim::device, prim::layout, prim::requires_grad};
   if (questions.count(n->kind())) return true;

@@ -45,6 +45,9 @@ bool drops_nothing(const Node* n);
 // Whether its result may be one of its arguments, or a view of it, although its schema does not say so.
 bool may_give_its_argument(const Node* n);
 
+// Whether the results are the first argument or views of it, by the schema, and of nothing else.
+bool gives_part_of_first(const Node* n);
+
 // True where the operator neither writes to its arguments nor returns an alias of them, and has no blocks.
 bool only_reads(const Node* n);
 

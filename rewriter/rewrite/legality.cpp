@@ -176,8 +176,8 @@ std::string Legality::seen_after(Value* v, Node* user, Node* n) const {
   Node* producer = v->node();
   auto op = operators_.canonical.find(producer);
   const bool chained = op != operators_.canonical.end() && op->second.in_place;
-  const bool branches = producer->kind() == prim::If;
-  if (!chained && !branches && !makes_fresh_tensor(producer))
+  const bool branches = producer->kind() == prim::If, part = !chained && gives_part_of_first(producer);
+  if (!chained && !branches && !part && !makes_fresh_tensor(producer))
     return fmt::format("{} overwrites a tensor that may be seen from elsewhere", name_of(n));
   if (!in_branches_of(n, producer->owningBlock()) && !exits_into(producer, n))
     return fmt::format("{} overwrites a tensor made outside its loop", name_of(n));
@@ -192,7 +192,7 @@ std::string Legality::seen_after(Value* v, Node* user, Node* n) const {
       return fmt::format("{} overwrites a tensor that {} uses too", name_of(n),
                          use.user->kind() == prim::Return ? "its caller" : name_of(use.user));
   }
-  if (chained) return seen_after(producer->input(0), producer, n);
+  if (chained || part) return seen_after(producer->input(0), producer, n);
   if (branches)
     for (Block* b : producer->blocks())
       if (auto reason = seen_after(b->outputs()[v->offset()], b->return_node(), n); !reason.empty()) return reason;

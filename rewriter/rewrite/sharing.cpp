@@ -23,18 +23,6 @@ bool gives_element(const Node* n) {
          n->input(0)->type()->isSubtypeOf(*ListType::ofTensors());
 }
 
-// Whether the results are the first argument or views of it, by the schema, and of nothing else.
-bool gives_part_of_first(const Node* n) {
-  const FunctionSchema* schema = n->maybeSchema();
-  if (!schema || !n->kind().is_aten() || may_give_its_argument(n) || schema->returns().size() != 1 ||
-      !schema->returns()[0].alias_info())
-    return false;
-  const auto& arguments = schema->arguments();
-  for (size_t i = 0; i < arguments.size(); ++i)
-    if ((arguments[i].alias_info() != nullptr) != (i == 0)) return false;
-  return true;
-}
-
 // Whether all this is memory that is made after n has run. That is not what was there before, but for what an earlier
 // iteration has left: LibTorch's analysis takes all that has been in a tuple or a list for one.
 bool all_newer(const std::unordered_set<Value*>& origins, Node* n) {
