@@ -7,7 +7,7 @@ namespace tsmem {
 Pattern shape_only() {
   Pattern p{.name = "shape-only",
             .algebra = "avg_pool, adaptive_avg_pool, pads that reflect or replicate",
-            .keeps = "before: the input; after: its sizes",
+            .keeps = "before: the input, and a pad's output; after: sizes, and what a pad's output is made from",
             .conditions = "a pad's mode is a constant",
             .rules = {}};
   const std::pair<const char*, size_t> ops[] = {

@@ -947,6 +947,24 @@ TEST(Regions, TakesADropoutOfWhichAViewIsOverwrittenOnlyWhereTorchScriptDifferen
   EXPECT_TRUE(refused(rewrite(alone, regions()), "dropout", "it is overwritten"));
 }
 
+// As nn.InstanceNorm2d is scripted, behind a convolution of which TorchScript doesn't know the dimensions.
+TEST(Regions, TakesAnOverwriteOfAViewThatNobodyElseReads) {
+  const auto two_ways = [](const std::string& given) {
+    return net(
+        "def forward(self, x):\n    h = torch.tanh(self.conv.forward(x))\n    if h.dim() == 3:\n"
+        "        w = torch.instance_norm(h.unsqueeze(0), None, None, None, None, True, 0.1, 1e-5, True)\n"
+        "        y = w.squeeze(0)\n    else:\n"
+        "        w = torch.instance_norm(h, None, None, None, None, True, 0.1, 1e-5, True)\n        y = w\n"
+        "    z = torch.relu_(y)\n    return " +
+        given + "\n");
+  };
+  Module m = two_ways("z * 2"), original = reload(m), seen = two_ways("z * w"), as_written = reload(seen);
+  EXPECT_TRUE(matched(rewrite(m, regions()), "activation"));
+  expect_same_numbers(original, m, image());
+  EXPECT_FALSE(matched(rewrite(seen, regions()), "activation"));
+  expect_same_numbers(as_written, seen, image());
+}
+
 // MONAI's blocks: an instance norm, a dropout of nothing, and an activation in place. Where TorchScript differentiates
 // the dropout, as it does behind a batch norm, it makes a tensor and draws.
 TEST(Regions, ADropoutOfNothingThatIsOverwrittenIsItsArgument) {

@@ -56,6 +56,31 @@ def test_keeps_nothing(name, d, args):
     assert live_bytes(lambda: ours(x * 1)) <= 4096
 
 
+@pytest.mark.parametrize("name,mode", [("pad", "reflect"), ("pad", "replicate"), ("reflection_pad", None), ("replication_pad", None)])
+@pytest.mark.parametrize("d", (1, 2, 3))
+@pytest.mark.parametrize("last", (False, True))
+def test_pads_are_recomputed(name, mode, d, last):
+    """Of norm, activation, pad and convolution the norm's input alone is kept, and the numbers are those without recomputation, for four calls."""
+    side = 600 if d == 1 else 20  # a few hundred elements aren't worth it
+    x = torch.randn([2, 8] + [side] * d)
+    x = (channels_last(x).clone() if last else x).requires_grad_()  # a leaf, and no view
+    scale, shift = (torch.randn(8, requires_grad=True) for _ in range(2))
+    w = torch.randn([4, 8] + [3] * d, requires_grad=True)
+    rest = ([1, 2] * d,) if mode is None else ([1, 2] * d, mode, None)
+    pad = getattr(torch.ops.tsmem, name if mode else f"{name}{d}d")
+    conv = getattr(torch.ops.tsmem, f"conv{d}d")
+
+    def f(recompute):
+        y = torch.ops.tsmem.batch_norm_act(x, scale, shift, None, None, True, 0.1, 1e-5, True, "relu", [], recompute)
+        return conv(pad(y, *rest, recompute), w)
+
+    assert live_bytes(lambda: f(1)) <= live_bytes(lambda: f(0)) - 4 * 2 * 8 * (side + 3) ** d
+    for _ in range(4):
+        expected, actual = ([y, *torch.autograd.grad(y.square().sum(), (x, scale, shift, w))] for y in (f(0), f(1)))
+        for e, a in zip(expected, actual, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-4)
+
+
 @CASES
 def test_gradcheck(name, d, args):
     x = torch.randn([2, 2] + [5] * d, dtype=torch.float64, requires_grad=True)
