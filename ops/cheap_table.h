@@ -135,6 +135,8 @@ inline constexpr CheapOp kCheapOps[] = {
     lookup("upsample_trilinear3d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),
     // Reductions, whose outputs are small: they keep their operand, or what it is made from.
+    reduction("amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
+    reduction("amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
     reduction("var.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),
     reduction("var.correction(Tensor self, int[1]? dim=None, Scalar? correction=None, bool keepdim=False) -> Tensor"),
     reduction("std.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),

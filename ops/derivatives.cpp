@@ -103,6 +103,15 @@ Tensor variance(Call c, const Tensor& grad) {
 
 Tensor deviation(Call c) { return variance(c, (c.grad / (c.result() * 2)).masked_fill(c.result() == 0, 0)); }
 
+// The largest or smallest elements of amax and amin, which share the gradient.
+Tensor extremes(Call c) {
+  const auto dim = static_cast<int64_t>(c.sizes.size());
+  const at::IValue& dims = c.arguments[1];
+  const bool keepdim = c.arguments[2].toBool(), all = dim == 0 || dims.toIntVector().empty();
+  const Tensor taken = unreduced(c.result(), dims, keepdim, dim) == c[0];
+  return unreduced(c.grad, dims, keepdim, dim) * taken / (all ? taken.sum() : taken.sum(dims.toIntVector(), true));
+}
+
 // The two-norm, 0 where it is 0.
 Tensor norm(Call c, size_t dims) {
   const auto dim = static_cast<int64_t>(c.sizes.size());
@@ -153,6 +162,8 @@ const std::vector<Derivative>& derivatives() {
        {{0, [](Call c) { return c.grad; }},
         {kThird, [](Call c) { return c.grad * (c[2] * c.number(3)); }},
         {kSecond, [](Call c) { return c.grad * (c[1] * c.number(3)); }}}},
+      {"amax", {{kFirst | kResult, extremes}}},
+      {"amin", {{kFirst | kResult, extremes}}},
       {"var.dim", {{kFirst, [](Call c) { return variance(c, c.grad); }}}},
       {"var.correction", {{kFirst, [](Call c) { return variance(c, c.grad); }}}},
       {"std.dim", {{kFirst | kResult, deviation}}},

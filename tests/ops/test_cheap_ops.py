@@ -79,6 +79,8 @@ CASES = {
     "upsample_linear1d.vec": [(data(2, 3, 5), None, False, [2.0])],
     "upsample_bilinear2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
     "upsample_trilinear3d.vec": [(data(2, 3, 5, 4, 2), None, False, [2.0, 2.0, 2.0])],
+    "amax": [(X, [1], True), (X, [0, -1], False), (X,)],
+    "amin": [(X, [2]), (X, [], True)],
     "var.dim": [(X, [1], True, True), (X, [0, -1], False, False), (X, None, True, False)],
     "var.correction": [(X, [2], 0, True), (X, [1, 2])],
     "std.dim": [(X, [1], True, True), (X, [0, -1], False, False)],
