@@ -206,24 +206,21 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   for (const Node* n : view.unused)
     if (updates_statistics(n) && !inside_autocast(n)) add_with_parents(view.places.at(n).scope, result.around_unused);
   std::map<std::pair<const Scope*, Node*>, bool> drawing;
-  if (selection.options.runs_eagerly) {
-    result.matched = find_matches(view, selection.patterns, attributes);
-    for (FoundMatch& found : result.matched.found)
-      if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
-    leave_overwritten(result.matched);
-    return result;
-  }
-  if (selection.checkpointed.empty()) {
+  const bool eager = selection.options.runs_eagerly;  // no dropout draws for nothing
+  if (!eager && selection.checkpointed.empty()) {
     drawing = drawing_dropouts(view);
     result.passes_on = overwritten_arguments_of_dropouts(view, drawing);
     for (const auto& place : result.passes_on) leave_out(view.copies.at(place), view);
-  } else {
+  } else if (!eager) {
     View whole = copy_graph(graph, scopes, [](const Scope*) { return true; });
     remove_dead_code(whole, UnusedNorms::stay);
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
   result.matched = find_matches(view, selection.patterns, attributes);
+  if (eager)
+    for (FoundMatch& found : result.matched.found)
+      if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
