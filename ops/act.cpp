@@ -1,11 +1,15 @@
 // Activations that keep one bit an element, or one tensor.
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
-// in the order of memory, tells which. The others keep the input, or what it is made from; sigmoid and tanh, as
-// PyTorch's, the output.
+// in the order of memory, tells which. Where a later op keeps the output of relu, hardtanh or leaky_relu (a convolution
+// its input), that tells it too, and takes the mask's place. The others keep the input, or what it is made from;
+// sigmoid and tanh, as PyTorch's, the output.
+#include <mutex>
+
 #include "act_table.h"
 #include "activation.h"
 #include "common.h"
+#include "known.h"
 #include "raw_op.h"
 #include "recompute.h"
 #include "registration.h"
@@ -76,6 +80,30 @@ void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
 
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad);
 
+// Whether the output tells which of the two derivatives holds as the input does. A bound that the dtype rounds may come
+// out on its other side.
+bool output_tells(const Act& act, at::ScalarType dtype) {
+  const auto exact = [&](double bound) {
+    return dtype == at::kFloat || dtype == at::kDouble || at::scalar_tensor(bound, dtype).item<double>() == bound;
+  };
+  return act.kind == ActKind::relu || (act.kind == ActKind::leaky_relu && act.a >= 0) ||
+         (act.kind == ActKind::hardtanh && exact(act.a) && exact(act.b));
+}
+
+// The gradient from the output. own: memory that may take it, or undefined.
+Tensor backward_from_output(const Tensor& grad, const Tensor& y, const Act& act, Tensor own) {
+  switch (act.kind) {
+    case ActKind::relu:
+      return own.defined() ? at::threshold_backward_out(own, grad, y, 0) : at::threshold_backward(grad, y, 0);
+    case ActKind::leaky_relu:
+      return own.defined() ? at::leaky_relu_backward_out(own, grad, y, act.a, /*self_is_result=*/true)
+                           : at::leaky_relu_backward(grad, y, act.a, /*self_is_result=*/true);
+    default:
+      return own.defined() ? at::hardtanh_backward_out(own, grad, y, act.a, act.b)
+                           : at::hardtanh_backward(grad, y, act.a, act.b);
+  }
+}
+
 // The backward is linear in the gradient, and so its own derivative: second derivatives work.
 struct ActBackward : torch::autograd::Function<ActBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, const Act& act,
@@ -89,10 +117,25 @@ struct ActBackward : torch::autograd::Function<ActBackward> {
   }
 };
 
+// Heads on one trunk may run in threads: one keeps an activation's output while another is in its backward.
+std::mutex& output_mutex() {
+  static auto* mutex = new std::mutex;  // never destroyed: threads may end after static objects
+  return *mutex;
+}
+
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
   if (!grad.defined()) return {};
   const Act act = saved_act(ctx);
-  const Tensor mask = ctx->get_saved_variables()[0];
+  Tensor mask;
+  bool is_output = false;
+  {
+    std::lock_guard lock(output_mutex());
+    is_output = ctx->saved_data.count("is_output") != 0;
+    mask = ctx->get_saved_variables()[0];
+  }
+  if (is_output)
+    return backward_from_output(grad, mask.detach(), act,
+                                !at::GradMode::is_enabled() && only_ours(grad) ? grad : Tensor());
   const auto strides = ctx->saved_data["strides"].toIntVector();
   return needs_grad(grad) ? ActBackward::apply(grad, mask, act, at::IntArrayRef(strides))
                           : act_mask_backward(grad, mask, act, strides);
@@ -107,6 +150,15 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     return {backward_of(ctx, grads[0]), Tensor()};
+  }
+  // y, the output, is kept by somebody else now: it takes the mask's place.
+  static void keep_output(const Tensor& y) {
+    if (y._version() != 0 || hooks_active()) return;
+    auto& node = static_cast<torch::autograd::CppNode<MaskedAct>&>(*y.grad_fn());
+    std::lock_guard lock(output_mutex());
+    node.ctx_.saved_data["is_output"] = true;
+    node.ctx_.save_for_backward({y});
+    node.save_variables_to_ctx();
   }
 };
 
@@ -177,6 +229,8 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
                       : !smooth_ours ? aten_act(self, act)
                       : grad         ? SmoothAct::apply(self, act)
                                      : smooth_act(self, act);
+  if (masked && output_tells(act, made.scalar_type()))
+    update_known(made.grad_fn(), [](OutputRecord& known) { known.when_kept = MaskedAct::keep_output; });
   const Tensor out = as_original(made, self, act, in_place, masked || smooth_ours);
   if (grad && (masked || smooth_ours))
     offer(

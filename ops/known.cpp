@@ -91,8 +91,13 @@ bool kept_anyway(const Tensor& t) {
 
 void mark_kept(const Tensor& t) {
   const Tensor whole = owner(t);
+  void (*when_kept)(const Tensor&) = nullptr;
   if (const auto& node = whole.grad_fn(); node && bit_of(whole))
-    update_known(node, [bit = bit_of(whole)](OutputRecord& k) { k.kept |= bit; });
+    update_known(node, [&](OutputRecord& k) {
+      k.kept |= bit_of(whole);
+      if (whole.output_nr() == 0) when_kept = std::exchange(k.when_kept, nullptr);
+    });
+  if (when_kept) when_kept(whole);
   let_go(whole);
 }
 

@@ -1,5 +1,7 @@
 """tsmem::act against PyTorch's activations."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,3 +212,103 @@ def test_strides_of_sizes_of_one(name, grad, recompute):
         if grad:
             pairs = [torch.autograd.grad(f(x), x, torch.ones(x.shape))[0] for f in (ours(name), pytorch)]
             torch.testing.assert_close(*pairs)
+
+
+KEPT_BY_OTHERS = {"relu": [], "hardtanh": [0.0, 6.0], "leaky_relu": [0.1]}
+
+
+def between_convolutions(name, args, recompute=0):
+    """act(x * 1) before a convolution of ours."""
+    return lambda x, w: torch.ops.tsmem.conv2d(torch.ops.tsmem.act(x * 1.0, name, args, recompute), w)
+
+
+def pytorch_between_convolutions(name, args):
+    return lambda x, w: F.conv2d(getattr(A, name)(x * 1.0, *args), w)
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("name", KEPT_BY_OTHERS)
+def test_output_that_others_keep_takes_the_place_of_the_bits(name, recompute):
+    f = between_convolutions(name, KEPT_BY_OTHERS[name], recompute)
+    x, w = torch.randn(1, 8, 128, 128, requires_grad=True), torch.randn(2, 8, 1, 1)
+    assert live_bytes(lambda: f(x, w)) <= x.numel() // 8 + 8192  # the frozen convolution keeps no input
+    w.requires_grad_()
+    assert 4 * x.numel() <= live_bytes(lambda: f(x, w)) <= 4 * x.numel() + 8192
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KEPT_BY_OTHERS)
+def test_gradient_from_the_output(name, dtype):
+    args = KEPT_BY_OTHERS[name]
+    for layout in (lambda t: t, channels_last):
+        x = layout(torch.randn(2, 4, 9, 7).mul(4).to(dtype))
+        special = torch.tensor([0.0, -0.0, 6.0, float("nan"), float("inf"), -float("inf"), 1e-7, -1e-7]).to(dtype)
+        x[0, 0, 0, :7], x[0, 0, 1, :1] = special[:7], special[7:]
+        x.requires_grad_()
+        w = torch.randn(3, 4, 1, 1, dtype=dtype, requires_grad=True)
+        actual, expected = (run(g(name, args), x, w) for g in (between_convolutions, pytorch_between_convolutions))
+        assert_equal(actual[:2], expected[:2])
+
+
+@pytest.mark.parametrize("name", KEPT_BY_OTHERS)
+def test_gradcheck_from_the_output(name):
+    x, w = torch.randn(1, 2, 3, 3, dtype=torch.float64).mul(2).requires_grad_(), torch.randn(2, 2, 1, 1, dtype=torch.float64, requires_grad=True)
+    f = between_convolutions(name, KEPT_BY_OTHERS[name])
+    assert torch.autograd.gradcheck(f, (x, w))
+    assert torch.autograd.gradgradcheck(f, (x, w))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_bounds_that_are_rounded_are_told_by_the_bits(dtype):
+    """0.1 is .10009765625 in bfloat16: the output at the bound is above it."""
+    x, w = torch.full((1, 1, 2, 2), -1.0, dtype=dtype, requires_grad=True), torch.ones(1, 1, 1, 1, dtype=dtype, requires_grad=True)
+    for low, high in ((0.1, 1.0), (-1.0, 0.1)):
+        for value in (-4.0, 4.0):
+            z = between_convolutions("hardtanh", [low, high])(x * 0 + value, w)
+            assert not torch.autograd.grad(z.sum(), x)[0].any()
+
+
+def test_kept_output_that_is_written_to():
+    """Backward says so, as PyTorch's relu would; where nobody keeps the output it may be overwritten."""
+    x, w = torch.randn(1, 2, 5, 5, requires_grad=True), torch.randn(2, 2, 1, 1, requires_grad=True)
+    y = ours("relu")(x * 1.0)
+    z = torch.ops.tsmem.conv2d(y, w)
+    with torch.no_grad():
+        y.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y = ours("relu")(x * 1.0)
+    with torch.no_grad():
+        y.mul_(2)
+    z = torch.ops.tsmem.conv2d(y, w)  # keeps what is not relu's output any more
+    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], 1.0 * (x > 0))
+    assert z.requires_grad
+
+
+def test_kept_output_of_a_freed_or_retained_graph():
+    x, w = torch.randn(1, 2, 5, 5, requires_grad=True), torch.randn(2, 2, 1, 1, requires_grad=True)
+    y = ours("relu")(x * 1.0)
+    z = torch.ops.tsmem.conv2d(y, w)
+    first = torch.autograd.grad(z.sum(), x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    # A head that comes after the other's backward.
+    y = ours("relu")(x * 1.0)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(torch.ops.tsmem.conv2d(y, w).sum(), x)[0], first)
+
+
+def test_outputs_kept_in_threads():
+    """Heads on one trunk, some in their backward while others keep the trunk's output."""
+    x, w = torch.randn(1, 4, 16, 16, requires_grad=True), torch.randn(2, 4, 1, 1, requires_grad=True)
+    for _ in range(20):
+        y = ours("relu")(x * 1.0)
+
+        def head(y=y):
+            z = torch.ops.tsmem.conv2d(y, w)
+            return torch.autograd.grad(z.sum(), x, retain_graph=True)[0]
+
+        with ThreadPoolExecutor(4) as pool:
+            results = [r.result() for r in [pool.submit(head) for _ in range(8)]]
+        assert all(torch.equal(r, results[0]) for r in results)
