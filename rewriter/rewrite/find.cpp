@@ -100,11 +100,11 @@ std::set<std::pair<const Scope*, Node*>> overwritten_arguments_of_dropouts(
   return found;
 }
 
-// Leaves dropouts alone whose result may be their argument and is overwritten, but for those that TorchScript
-// differentiates: its derivative makes a tensor, and draws.
+// Leaves dropouts alone whose result may be their argument and is overwritten, as others see, but for those that
+// TorchScript differentiates: its derivative makes a tensor, and draws.
 void leave_overwritten(MatchResult& matched) {
   std::erase_if(matched.found, [&](const FoundMatch& f) {
-    if (f.makes_new.empty() || f.draws) return false;
+    if (!f.argument_is_seen || f.draws) return false;
     matched.refused.push_back({f.pattern, f.scope, overwritten_input(f.makes_new)});
     return true;
   });
@@ -217,6 +217,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
+  read_results(view.graph->block());
   result.matched = find_matches(view, selection.patterns, attributes);
   if (eager)
     for (FoundMatch& found : result.matched.found)

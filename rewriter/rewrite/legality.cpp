@@ -176,7 +176,8 @@ std::string Legality::seen_after(Value* v, Node* user, Node* n) const {
   Node* producer = v->node();
   auto op = operators_.canonical.find(producer);
   const bool chained = op != operators_.canonical.end() && op->second.in_place;
-  const bool branches = producer->kind() == prim::If, part = !chained && gives_part_of_first(producer);
+  const bool branches = producer->kind() == prim::If,
+             part = !chained && (gives_part_of_first(producer) || is_dropout(producer->kind()));
   if (!chained && !branches && !part && !makes_fresh_tensor(producer))
     return fmt::format("{} overwrites a tensor that may be seen from elsewhere", name_of(n));
   if (!in_branches_of(n, producer->owningBlock()) && !exits_into(producer, n))
@@ -187,7 +188,7 @@ std::string Legality::seen_after(Value* v, Node* user, Node* n) const {
   if (user->kind() == prim::Return && given_out_twice(v, user))
     return fmt::format("{} overwrites a tensor that its branch gives out twice", name_of(n));
   for (const Use& use : v->uses()) {
-    if (use.user == user || exclusive(use.user, n)) continue;
+    if (use.user == user || exclusive(use.user, user) || exclusive(use.user, n)) continue;
     if (!runs_before(use.user, n) || !only_reads(use.user))
       return fmt::format("{} overwrites a tensor that {} uses too", name_of(n),
                          use.user->kind() == prim::Return ? "its caller" : name_of(use.user));

@@ -13,6 +13,9 @@ class Legality {
   // Why a match may not be replaced; empty where it may.
   std::string refusal(const CompiledRule& rule, const Attempt& a) const;
 
+  // Whether others see what overwrites a dropout's result, which may be its argument then (gives_overwritten_input).
+  bool argument_is_seen(Node* dropout) const { return !seen_after(dropout->input(0), dropout, dropout).empty(); }
+
  private:
   const View& view_;
   const Operators& operators_;

@@ -245,8 +245,10 @@ class Matcher {
       // Whether anything uses its result or not: it draws.
       if (a.ops[i].in_place && is_dropout(Symbol::aten(a.ops[i].name)) && a.nodes[i]->input(0)->uses().size() > 1)
         found.draws_for_others = true;
-      if (a.nodes[i]->kind() == aten::dropout && gives_overwritten_input(a.nodes[i]))
+      if (a.nodes[i]->kind() == aten::dropout && gives_overwritten_input(a.nodes[i])) {
         found.makes_new = name_of(view_, a.nodes[i]);
+        found.argument_is_seen = legality_.argument_is_seen(a.nodes[i]);
+      }
       taken_.insert(a.nodes[i]);
       found.nodes.push_back(view_.places.at(a.nodes[i]));
       found.scope = i == 0 ? found.nodes[0].scope : common_scope(found.scope, found.nodes[i].scope);

@@ -30,6 +30,7 @@ struct FoundMatch {
   bool act_in_place = false;        // the matched activation overwrites its input
   bool draws_for_others = false;    // a dropout that overwrites what others use too: it is there to stay
   std::string makes_new = {};       // a dropout whose result is overwritten, by name: never its argument
+  bool argument_is_seen = false;    // of such a dropout: by others too
   std::string overwritten_by = {};  // what may write to what it reads: its output can't be recomputed from that
 };
 
