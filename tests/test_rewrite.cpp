@@ -1025,6 +1025,19 @@ TEST(Rewrite, TakesAnOverwriteOfWhatAnotherBranchReads) {
   expect_same_numbers(as_written, seen, image());
 }
 
+// Its result would be dense, and what comes after it may ask for the strides.
+TEST(Regions, LeavesADropoutThatOverwritesAView) {
+  for (const char* view : {"torch.slice(h, 1, 0, 2)", "torch.relu_(torch.slice(h, 1, 0, 2))"}) {
+    Module m = net(fmt::format(
+        "def forward(self, x):\n    h = torch.tanh(x)\n    return torch.dropout_({}, 0.5, self.training)\n", view));
+    Module original = reload(m);
+    EXPECT_TRUE(refused(rewrite(m, regions()), "dropout", "overwrites a view")) << view;
+    expect_same_numbers(original, m, image());
+  }
+  Module whole = net("def forward(self, x):\n    return torch.dropout_(torch.tanh(x), 0.5, self.training)\n");
+  EXPECT_TRUE(matched(rewrite(whole, regions()), "dropout"));
+}
+
 // MONAI's blocks: an instance norm, a dropout of nothing, and an activation in place. Where TorchScript differentiates
 // the dropout, as it does behind a batch norm, it makes a tensor and draws.
 TEST(Regions, ADropoutOfNothingThatIsOverwrittenIsItsArgument) {

@@ -81,6 +81,17 @@ bool given_out_twice(const Value* v, const Node* returns) {
   return used > 1;
 }
 
+// Whether v, which is overwritten, may be a view, and not dense: the result of an in-place operator has its strides.
+bool may_be_part(const Value* v) {
+  const Node* n = v->node();
+  if (n->kind() == prim::If)
+    return std::any_of(n->blocks().begin(), n->blocks().end(),
+                       [&](const Block* b) { return may_be_part(b->outputs()[v->offset()]); });
+  const FunctionSchema* schema = n->maybeSchema();
+  if (is_dropout(n->kind()) || (schema && schema->is_mutable())) return may_be_part(n->input(0));
+  return gives_part_of_first(n);
+}
+
 // A tensor, or those of a list that is made here.
 std::vector<Value*> tensors_of(Value* v) {
   if (may_be_tensor(v)) return {v};
@@ -123,6 +134,9 @@ std::string Legality::refusal(const CompiledRule& rule, const Attempt& a) const 
     if (anchor->output(k)->hasUses()) return fmt::format("another result of {} (its indices) is used", name_of(anchor));
   if (a.nodes.size() == 1 && a.ops[0].in_place && !knows_in_place(rule, a.ops[0]))
     return fmt::format("{} overwrites its first argument, and there is no operator here that does", name_of(anchor));
+  for (size_t i = 0; i < a.nodes.size(); ++i)
+    if (a.ops[i].in_place && is_dropout(Symbol::aten(a.ops[i].name)) && may_be_part(a.nodes[i]->input(0)))
+      return fmt::format("{} overwrites a view, whose strides its result has", name_of(a.nodes[i]));
   for (size_t i = 0; i < a.nodes.size(); ++i)
     if (a.ops[i].in_place)
       if (auto reason = seen_after(a.nodes[i]->input(0), a.nodes[i], a.nodes[i]); !reason.empty()) return reason;
