@@ -29,6 +29,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_copies(m);
   register_cross_entropy(m);
   register_dropout(m);
+  register_fourier(m);
   register_glu(m);
   register_instance_norm_act(m);
   register_keep(m);

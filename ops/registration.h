@@ -23,6 +23,7 @@ void register_conv_output_size(torch::Library& m);
 void register_copies(torch::Library& m);
 void register_cross_entropy(torch::Library& m);
 void register_dropout(torch::Library& m);
+void register_fourier(torch::Library& m);
 void register_glu(torch::Library& m);
 void register_instance_norm_act(torch::Library& m);
 void register_keep(torch::Library& m);

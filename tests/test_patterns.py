@@ -127,6 +127,19 @@ class RecurrentWithCell(Recurrent):
         return self.net(x.flatten(1, 2), (self.first(x), self.first(x)))[0]
 
 
+class Frequencies(nn.Module):
+    """A layer of a Fourier neural operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.low = nn.Conv2d(8, 8, 1), nn.Parameter(0.1 * torch.randn(8, 8, 8, 8, 2))
+
+    def forward(self, x):
+        f = torch.fft.rfft2(x, norm="ortho")
+        low = torch.einsum("bixy,ioxy->boxy", f[:, :, :8, :8].contiguous(), torch.view_as_complex(self.low))
+        return nn.functional.gelu(torch.fft.irfft2(nn.functional.pad(low, (0, 9, 0, 24)), (32, 32), norm="ortho") + self.conv(x))
+
+
 class Skip(nn.Module):
     """A level of pix2pix's U-Net: its first layer overwrites the argument that is put beside the last one's result."""
 
@@ -161,6 +174,7 @@ MODELS = {
     "shape-only": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)),
     "shape-only pads": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.ReplicationPad2d(2),
                                              nn.Conv2d(8, 8, 3, padding=2, padding_mode="replicate"), nn.ReflectionPad2d((1, 2, 3, 0)), nn.Conv2d(8, 8, 3)),
+    "shape-only transforms": lambda: two(Frequencies),
     "pointwise": lambda: two(ComposedNorm),
     "lookup": lambda: two(Upsampled),
     "prelu": lambda: two(lambda: conv_bn(nn.PReLU(8))),
@@ -183,7 +197,7 @@ LIMITS = {
     "bn-act": (1.01, 0.68), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (1.01, 0.68), "bn-add-act": (1.05, 0.70),
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.70, 0.10),
     "activation of a skip connection": (0.47, 0.45), "max-pool": (0.55, 0.10),
-    "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "dropout": (0.75, 0.15),
+    "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "shape-only transforms": (0.70, 0.75), "dropout": (0.75, 0.15),
     "pointwise": (0.40, 0.40), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
     "addmm": (0.60, 0.60), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "cross-entropy": (0.60, 0.60), "linear-cross-entropy": (0.25, 0.25), "attention with dropout": (0.50, 0.50),

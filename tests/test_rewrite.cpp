@@ -1202,6 +1202,21 @@ TEST(Regions, ChainsOfElementwiseOperators) {
   EXPECT_FALSE(matched(rewrite(ops, {}), "pointwise"));  // at level ops they would save nothing
 }
 
+TEST(Rewrite, TransformsOfRealTensors) {
+  for (const std::string code :
+       {"torch.fft_rfft(y)", "torch.fft_fft(y, 8, 2)", "torch.fft_rfft2(y, None, [1, 2])", "torch.fft_rfftn(y)",
+        "torch.stft(y.flatten(1), 16, 4, None, None, True, 'reflect', False, True, True)"}) {
+    Module m =
+        net("def forward(self, x):\n    y = self.conv.forward(x)\n    return torch.view_as_real(" + code + ")\n");
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, {}), "shape-only")) << code;
+    expect_same_numbers(original, m, image());
+  }
+  Module back = net(
+      "def forward(self, x):\n    return torch.fft_irfft(torch.view_as_complex(self.conv.forward(x)[:, :, :, :2]))\n");
+  EXPECT_EQ(names(rewrite(back, {})), V{"conv"});  // keeps nothing itself
+}
+
 TEST(Regions, LookUpsAndInterpolation) {
   Module m = net(R"(
     def forward(self, x):
