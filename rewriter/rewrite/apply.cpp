@@ -11,6 +11,7 @@
 #include "rewriter/patterns/pattern_lines.h"
 #include "rewriter/rewrite/operators.h"
 #include "rewriter/rewrite/preoptimized.h"
+#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 

@@ -15,6 +15,7 @@
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/preoptimized.h"
+#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 

@@ -1,3 +1,5 @@
+#include "rewriter/rewrite/read_results.h"
+
 #include "rewriter/rewrite/order.h"
 
 namespace tsmem {

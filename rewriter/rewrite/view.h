@@ -72,11 +72,6 @@ enum class UnusedNorms { go, stay };
 // and branches in which tensors were made there.
 std::unordered_set<const Scope*> remove_dead_code(View& view, UnusedNorms norms);
 
-// What reads a tensor after an operator has overwritten it reads that operator's result, which is the same tensor: as
-// if F.relu(x, inplace=True) were x = F.relu(x, inplace=True). Leaves alone what may run without the operator.
-void read_results(Node* in_place);
-void read_results(Block* block);
-
 // The graph of the method or function that a prim::CallMethod or prim::CallFunction runs; null where that isn't known
 // before run time (interfaces, hooks, built-in functions).
 std::shared_ptr<Graph> callee(const Node* call);
