@@ -2,7 +2,7 @@
 // are scaled by the scale's root, 16-bit operands computed in float32, noise drawn for all probabilities at once.
 #include "attention_blocks.h"
 
-#include "generator.h"
+#include "pack.h"
 #include "recompute.h"
 
 namespace tsmem {
@@ -91,7 +91,7 @@ std::vector<int64_t> sizes_of_noise(const Tensor& q, const Tensor& k) {
 Tensor noise_again(const Tensor& bits, const Tensor& q, const Tensor& k) {
   if (!bits.defined()) return bits;
   const auto sizes = sizes_of_noise(q, k);
-  return unpack_booleans(bits, sizes, c10::contiguous_strides(sizes));
+  return unpack(bits, 1, sizes, c10::contiguous_strides(sizes), at::kBool);
 }
 
 struct Blocks : torch::autograd::Function<Blocks> {
@@ -101,7 +101,7 @@ struct Blocks : torch::autograd::Function<Blocks> {
     Tensor noise;
     if (args.dropout > 0) {
       noise = at::empty(sizes_of_noise(q, k), q.options().dtype(at::kBool)).bernoulli_(1 - args.dropout);
-      *bits = pack_booleans(noise);
+      *bits = pack(noise, 1);
     }
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);

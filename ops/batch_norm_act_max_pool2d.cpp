@@ -1,7 +1,7 @@
 // max_pool2d(act(batch_norm(input))), a network's stem.
 //
-// Kept for backward: the input, two numbers a channel, and the position of each output in its window (1 byte up to
-// windows of 256, 2 up to 65,536, else 4). Neither forward nor backward makes a full-size tensor but the gradient that
+// Kept for backward: the input, two numbers a channel, and the position of each output in its window (as max_pool.cpp
+// keeps it). Neither forward nor backward makes a full-size tensor but the gradient that
 // backward returns.
 
 #include "act_table.h"
@@ -20,6 +20,14 @@ using torch::autograd::variable_list;
 
 struct Pool {
   std::vector<int64_t> kernel, stride, padding, dilation, out_size;
+};
+
+// Positions in their windows, as the kernels have them, from those that are kept.
+struct Positions {
+  int bits = 8;
+  std::vector<int64_t> sizes = {}, strides = {};
+
+  Tensor again(const Tensor& kept) const { return unpack(kept, bits, sizes, strides, at::kByte); }
 };
 
 using ForwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor, Tensor>(
@@ -55,9 +63,12 @@ Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& 
 
 struct NormPool : torch::autograd::Function<NormPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
-                        const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 3>* used) {
+                        const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 3>* used,
+                        Positions* layout) {
     ctx->set_materialize_grads(false);
-    auto [out, mean, invstd, positions] = forward_raw(input, bn, act, pool, true);
+    auto [out, mean, invstd, taken] = forward_raw(input, bn, act, pool, true);
+    *layout = {position_bits(pool.kernel[0] * pool.kernel[1], input), taken.sizes().vec(), taken.strides().vec()};
+    const Tensor positions = pack(taken, layout->bits);
     Keeper keeper;
     for (const Tensor& t : {input, value_or_undefined(weight), value_or_undefined(bias)}) keeper.add(t);
     for (const Tensor& t : {mean, invstd, positions}) keeper.add(t, /*always_itself=*/true);
@@ -65,7 +76,9 @@ struct NormPool : torch::autograd::Function<NormPool> {
     *used = {mean, invstd, positions};
     Edges edges;
     auto& data = ctx->saved_data;
-    data.reserve(16);
+    data.reserve(32);
+    data["position_bits"] = layout->bits;
+    data["position_strides"] = layout->strides;
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     data["training"] = bn.training;
     data["channels_last"] = is_channels_last(input);
@@ -80,7 +93,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(7);
+    variable_list result(8);
     if (!grads[0].defined()) return result;
     auto& data = ctx->saved_data;
     const auto want = wanted<3>(ctx);
@@ -90,8 +103,10 @@ struct NormPool : torch::autograd::Function<NormPool> {
     {
       at::AutoDispatchBelowADInplaceOrView guard;
       static const BackwardOp op("tsmem::_batch_norm_act_max_pool2d_backward");
+      const Positions layout{static_cast<int>(data["position_bits"].toInt()), grads[0].sizes().vec(),
+                             data["position_strides"].toIntVector()};
       const auto [x, w, b] =
-          op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], kept[5],
+          op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], layout.again(kept[5]),
              data["training"].toBool(), data["channels_last"].toBool(), saved_act(ctx), data["kernel"].toIntVector(),
              data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
       g = {x, in_dtype(w, data["weight_dtype"]), in_dtype(b, data["bias_dtype"])};
@@ -149,11 +164,13 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   }
   if (needs_grad(input, value_or_undefined(weight), value_or_undefined(bias))) {
     std::array<Tensor, 3> used;
-    const Tensor out = NormPool::apply(input, weight, bias, bn, act, pool, &used);
+    Positions positions;
+    const Tensor out = NormPool::apply(input, weight, bias, bn, act, pool, &used, &positions);
     offer(
         out, {input, value_or_undefined(weight), value_or_undefined(bias), used[0], used[1], used[2]},
-        [act, pool](std::vector<Tensor>& from, const std::vector<bool>&) {
-          return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], from[5], act, pool);
+        [act, pool, positions](std::vector<Tensor>& from, const std::vector<bool>&) {
+          return apply_raw(from[0], optional(from[1]), optional(from[2]), from[3], from[4], positions.again(from[5]),
+                           act, pool);
         },
         recompute);
     return out;

@@ -15,6 +15,7 @@
 #include <atomic>
 
 #include "generator.h"
+#include "pack.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -68,7 +69,7 @@ Tensor draw(Noise& n, const Tensor& input) {
     n.from = draw_by_copy(noise, [&](const at::Generator& own) { noise.bernoulli_(1 - n.p, own); });
     return noise;
   }
-  n.from = pack_booleans(noise.bernoulli_(1 - n.p));
+  n.from = pack(noise.bernoulli_(1 - n.p), 1);
   return unpack_positive(n.from, n.sizes, n.strides, input.options());  // faster than a cast
 }
 

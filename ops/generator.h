@@ -18,11 +18,6 @@ at::Generator generator_at(const at::Tensor& state, at::Device device);
 // whose replays move the counter.
 bool draws_again(const at::Tensor& x);
 
-// Booleans in 1/8 of their memory: eight neighbours of `noise`, which is dense, on the CPU or a meta tensor, are the
-// bits of a byte, the first its lowest. And the same booleans again.
-at::Tensor pack_booleans(const at::Tensor& noise);
-at::Tensor unpack_booleans(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides);
-
 // Where x > 0 or is NaN, a bit an element in the order of memory; and a tensor of such sizes and strides that is 1
 // there and 0 elsewhere.
 at::Tensor pack_positive(const at::Tensor& x);

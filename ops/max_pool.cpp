@@ -1,5 +1,5 @@
-// Max pooling that keeps the position in the window: one byte an output where a window has at most 256 positions, two
-// to 65,536, else four; and neither the input nor 64-bit indices.
+// Max pooling that keeps the position in the window, and neither the input nor 64-bit indices: 1, 2 or 4 bits an output
+// where a window has at most 2, 4 or 16 positions (a byte on CUDA), one byte to 256, two to 65,536, else four.
 //
 // What is odd (a wrong argument, an empty window, a dtype or device without a kernel) goes to PyTorch's op, which
 // handles or refuses it.
@@ -66,8 +66,11 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Windows& w) {
     ctx->set_materialize_grads(false);
     auto [y, position] = call_forward(x, w, true);
-    ctx->save_for_backward({position});
+    const int bits = position_bits(volume_of(make_axes(x.sizes().slice(2), w)), x);
+    ctx->save_for_backward({pack(position, bits)});
     auto& data = ctx->saved_data;
+    data["bits"] = bits;
+    data["strides"] = position.strides();
     data["space"] = x.sizes().slice(2);
     data["kernel"] = w.kernel;
     data["stride"] = w.stride;
@@ -82,7 +85,8 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
     const Windows w{ints("kernel"), ints("stride"), ints("padding"), ints("dilation"), grad.sizes().slice(2).vec()};
-    const Tensor position = ctx->get_saved_variables()[0];
+    const Tensor position = unpack(ctx->get_saved_variables()[0], static_cast<int>(data["bits"].toInt()), grad.sizes(),
+                                   ints("strides"), at::kByte);
     const auto space = ints("space");
     return {needs_grad(grad) ? differentiable_backward(grad, position, space, w)
                              : call_backward(grad, position, space, w, data["channels_last"].toBool()),

@@ -31,10 +31,12 @@ std::vector<Axis> make_axes(at::IntArrayRef space, const Windows& w) {
   return axes;
 }
 
-at::ScalarType position_type(const std::vector<Axis>& axes) {
+int64_t volume_of(const std::vector<Axis>& axes) {
   int64_t volume = 1;
   for (const Axis& a : axes) volume *= a.window;
-  return tsmem::position_type(volume);
+  return volume;
 }
+
+at::ScalarType position_type(const std::vector<Axis>& axes) { return tsmem::position_type(volume_of(axes)); }
 
 }  // namespace tsmem

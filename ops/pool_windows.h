@@ -27,6 +27,9 @@ struct Axis {
 Axis make_axis(int64_t in, const Windows& w, size_t axis);
 std::vector<Axis> make_axes(at::IntArrayRef space, const Windows& w);
 
+// Positions in the largest window.
+int64_t volume_of(const std::vector<Axis>& axes);
+
 // Of the positions in the windows.
 at::ScalarType position_type(const std::vector<Axis>& axes);
 

@@ -569,13 +569,13 @@ def test_max_pool_of_channels_that_fill_vectors(ops, pool, dtype):
         assert torch.equal(torch.autograd.grad(ops.mul(made, factor, 0).sum(), factor)[0][known], a[0][known])
 
 
-def test_max_pool_keeps_a_byte_a_position(ops):
+def test_max_pool_keeps_half_a_byte_a_position(ops):
     y = torch.randn(2, 4, 32, 32, requires_grad=True) * 1
     own = y.untyped_storage().data_ptr()
     ours, _ = pooled(ops, "relu", True, POOLS[0])
     out, saved = kept(lambda: ours(y, None, None, None, None, None))
     assert own in saved
-    assert sum(size for ptr, size in saved.items() if ptr != own) <= out.numel() + 256
+    assert sum(size for ptr, size in saved.items() if ptr != own) <= out.numel() // 2 + 256
 
 
 # --- Scales ---------------------------------------------------------------------------------------------------------------------
