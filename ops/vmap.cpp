@@ -55,6 +55,10 @@ void register_vmap(torch::Library& m) {
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",
                            "cross_entropy_loss",
+                           "fft_fft",
+                           "fft_rfft",
+                           "fft_rfft2",
+                           "fft_rfftn",
                            "glu",
                            "group_norm",
                            "gru.data",
@@ -102,7 +106,9 @@ void register_vmap(torch::Library& m) {
                            "rrelu",
                            "scaled_dot_product_attention",
                            "scaled_dot_product_attention.draw",
-                           "softmax"})
+                           "softmax",
+                           "stft",
+                           "stft.center"})
     m.impl(name, c10::DispatchKey::FuncTorchBatched, torch::CppFunction::makeFromBoxedFunction<&run_body>());
   // Before vmap sees anything, so that PyTorch's own operators inside obey its randomness, on tensors from outside too.
   for (const char* name :
