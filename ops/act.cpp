@@ -80,14 +80,18 @@ void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
 
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad);
 
-// Whether the output tells which of the two derivatives holds as the input does. A bound that the dtype rounds may come
-// out on its other side.
-bool output_tells(const Act& act, at::ScalarType dtype) {
-  const auto exact = [&](double bound) {
-    return dtype == at::kFloat || dtype == at::kDouble || at::scalar_tensor(bound, dtype).item<double>() == bound;
-  };
-  return act.kind == ActKind::relu || (act.kind == ActKind::leaky_relu && act.a >= 0) ||
-         (act.kind == ActKind::hardtanh && exact(act.a) && exact(act.b));
+bool exact(double bound, at::ScalarType dtype) {
+  const auto narrow = static_cast<float>(bound);
+  return dtype == at::kHalf       ? static_cast<float>(at::Half(narrow)) == bound
+         : dtype == at::kBFloat16 ? static_cast<float>(at::BFloat16(narrow)) == bound
+                                  : true;
+}
+
+// Whether the output tells which of the two derivatives holds as the input does (a bound that the dtype rounds may come
+// out on its other side), and is what PyTorch's own keeps: else it might be overwritten before backward.
+bool output_serves(const Act& act, at::ScalarType dtype, bool in_place) {
+  return act.kind == ActKind::relu || (in_place && act.kind == ActKind::leaky_relu && act.a >= 0) ||
+         (in_place && act.kind == ActKind::hardtanh && exact(act.a, dtype) && exact(act.b, dtype));
 }
 
 // The gradient from the output. own: memory that may take it, or undefined.
@@ -117,23 +121,11 @@ struct ActBackward : torch::autograd::Function<ActBackward> {
   }
 };
 
-// Heads on one trunk may run in threads: one keeps an activation's output while another is in its backward.
-std::mutex& output_mutex() {
-  static auto* mutex = new std::mutex;  // never destroyed: threads may end after static objects
-  return *mutex;
-}
-
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
   if (!grad.defined()) return {};
   const Act act = saved_act(ctx);
-  Tensor mask;
-  bool is_output = false;
-  {
-    std::lock_guard lock(output_mutex());
-    is_output = ctx->saved_data.count("is_output") != 0;
-    mask = ctx->get_saved_variables()[0];
-  }
-  if (is_output)
+  const Tensor mask = ctx->get_saved_variables()[0];
+  if (ctx->saved_data.count("is_output"))
     return backward_from_output(grad, mask.detach(), act,
                                 !at::GradMode::is_enabled() && only_ours(grad) ? grad : Tensor());
   const auto strides = ctx->saved_data["strides"].toIntVector();
@@ -151,11 +143,15 @@ struct MaskedAct : torch::autograd::Function<MaskedAct> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     return {backward_of(ctx, grads[0]), Tensor()};
   }
-  // y, the output, is kept by somebody else now: it takes the mask's place.
+  // y, the output, is kept by somebody else now: it takes the mask's place, but while the node is in its backward.
   static void keep_output(const Tensor& y) {
+    struct Node : torch::autograd::CppNode<MaskedAct> {
+      using torch::autograd::Node::mutex_;  // that of its backward
+    };
     if (y._version() != 0 || hooks_active()) return;
-    auto& node = static_cast<torch::autograd::CppNode<MaskedAct>&>(*y.grad_fn());
-    std::lock_guard lock(output_mutex());
+    auto& node = static_cast<Node&>(*y.grad_fn());
+    const std::unique_lock lock(node.mutex_, std::try_to_lock);
+    if (!lock) return;
     node.ctx_.saved_data["is_output"] = true;
     node.ctx_.save_for_backward({y});
     node.save_variables_to_ctx();
@@ -229,7 +225,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
                       : !smooth_ours ? aten_act(self, act)
                       : grad         ? SmoothAct::apply(self, act)
                                      : smooth_act(self, act);
-  if (masked && output_tells(act, made.scalar_type()))
+  if (masked && output_serves(act, made.scalar_type(), in_place))
     update_known(made.grad_fn(), [](OutputRecord& known) { known.when_kept = MaskedAct::keep_output; });
   const Tensor out = as_original(made, self, act, in_place, masked || smooth_ours);
   if (grad && (masked || smooth_ours))

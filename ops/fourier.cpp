@@ -69,7 +69,7 @@ Tensor stft(const Tensor& x, int64_t n_fft, Int hop_length, Int win_length, cons
 Tensor stft_center(const Tensor& x, int64_t n_fft, Int hop_length, Int win_length, const OptTensor& window, bool center,
                    c10::string_view pad_mode, bool normalized, std::optional<bool> onesided,
                    std::optional<bool> return_complex, std::optional<bool> align_to_window) {
-  const bool pads = center && needs_grad(x) && plain(x) && (x.dim() == 1 || x.dim() == 2);
+  const bool pads = center && !align_to_window && needs_grad(x) && plain(x) && (x.dim() == 1 || x.dim() == 2);
   // As PyTorch's (SpectralOps.cpp), whose reflection keeps the signal too.
   const Tensor padded = pads ? pad_both_ends(x, n_fft / 2, pad_mode) : x;
   return keep_sizes(padded, at::stft(padded, n_fft, hop_length, win_length, window, center && !pads, pad_mode,

@@ -15,7 +15,7 @@ struct OutputRecord {
   uint32_t version = 0;  // of the output when the recipe was offered
   uint64_t kept = 0;     // which of the node's first 64 outputs somebody keeps for backward, a bit each
   int value = -1;        // in the journal
-  // Called once, with the output, when somebody keeps it: what its own node keeps may be had from it.
+  // Called with the output when somebody first keeps it, and not again: what its own node keeps may be had from it.
   void (*when_kept)(const at::Tensor& output) = nullptr;
 };
 

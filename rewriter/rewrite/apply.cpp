@@ -11,7 +11,6 @@
 #include "rewriter/patterns/pattern_lines.h"
 #include "rewriter/rewrite/operators.h"
 #include "rewriter/rewrite/preoptimized.h"
-#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 
@@ -378,8 +377,6 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     for (const auto& place : passes_on)
       if (const auto n = copy.copies.find(place); n != copy.copies.end()) leave_out(n->second, copy);
     guard_assumptions(copy);
-    for (const FoundMatch* f : choice.matches)
-      for (const Place& p : f->nodes) read_results(copy.copies.at({p.scope, p.node}));
     return copy;
   };
   View copy = copied();

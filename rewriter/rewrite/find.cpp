@@ -15,7 +15,6 @@
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/preoptimized.h"
-#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 
@@ -218,7 +217,6 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
-  read_results(view.graph->block());
   result.matched = find_matches(view, selection.patterns, attributes);
   if (eager)
     for (FoundMatch& found : result.matched.found)

@@ -7,9 +7,6 @@ namespace tsmem {
 // Whether `a` has run when `b` runs.
 bool runs_before(const Node* a, const Node* b);
 
-// Whether n has run, once and in the same iteration of its loops, whenever `later` runs.
-bool always_after(const Node* later, const Node* n);
-
 // Whether `later` may run when n has run.
 bool may_run_after(const Node* later, const Node* n);
 

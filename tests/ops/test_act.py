@@ -217,9 +217,9 @@ def test_strides_of_sizes_of_one(name, grad, recompute):
 KEPT_BY_OTHERS = {"relu": [], "hardtanh": [0.0, 6.0], "leaky_relu": [0.1]}
 
 
-def between_convolutions(name, args, recompute=0):
-    """act(x * 1) before a convolution of ours."""
-    return lambda x, w: torch.ops.tsmem.conv2d(torch.ops.tsmem.act(x * 1.0, name, args, recompute), w)
+def between_convolutions(name, args, recompute=0, in_place=True):
+    """act(x * 1) before a convolution of ours. In place PyTorch's keep the output, and so is relu's in any case."""
+    return lambda x, w: torch.ops.tsmem.conv2d(torch.ops.tsmem.act(x * 1.0, name, args, recompute, in_place), w)
 
 
 def pytorch_between_convolutions(name, args):
@@ -234,6 +234,49 @@ def test_output_that_others_keep_takes_the_place_of_the_bits(name, recompute):
     assert live_bytes(lambda: f(x, w)) <= x.numel() // 8 + 8192  # the frozen convolution keeps no input
     w.requires_grad_()
     assert 4 * x.numel() <= live_bytes(lambda: f(x, w)) <= 4 * x.numel() + 8192
+
+
+@pytest.mark.parametrize("name", ["hardtanh", "leaky_relu"])
+def test_what_pytorch_does_not_keep_may_be_overwritten(name):
+    """Not in place they keep the input: the output may be written to where its other user is not differentiated."""
+    f = between_convolutions(name, KEPT_BY_OTHERS[name], 0, False)
+    x, w = torch.randn(1, 8, 64, 64, requires_grad=True), torch.randn(2, 8, 1, 1, requires_grad=True)
+    assert live_bytes(lambda: f(x, w)) >= (4 + 1 / 8) * x.numel()
+    gradients = []
+    for act in (lambda t: torch.ops.tsmem.act(t, name, KEPT_BY_OTHERS[name]), lambda t: getattr(A, name)(t, *KEPT_BY_OTHERS[name])):
+        y = act(x * 1.0)
+        z = torch.ops.tsmem.conv2d(y, w).detach()
+        y[:, 0] = 0
+        gradients.append(torch.autograd.grad((y * 1).sum() + z.sum(), x)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds_of_tensors_without_memory(dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, w = torch.empty(1, 8, 9, 9, dtype=dtype, requires_grad=True), torch.empty(2, 8, 1, 1, dtype=dtype, requires_grad=True)
+        z = between_convolutions("hardtanh", [0.0, 6.0])(x, w)
+        assert torch.autograd.grad(z.sum(), x)[0].shape == x.shape
+
+
+def test_gradients_within_a_checkpoint():
+    """Its second forward runs while the activation's backward asks for what it has saved, and has a backward of its own."""
+    w = torch.randn(4, 4, 1, 1, requires_grad=True)
+
+    def f(act, x):
+        y = act(torch.ops.tsmem.conv2d(x, w))
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return act(g + x)
+
+    x = torch.randn(1, 4, 8, 8, requires_grad=True)
+    results = []
+    for act in (ours("relu"), torch.relu):
+        z = torch.utils.checkpoint.checkpoint(f, act, x * 1.0, use_reentrant=False)
+        results.append(torch.autograd.grad(z.sum(), [x, w], allow_unused=True))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
