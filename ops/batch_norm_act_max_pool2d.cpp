@@ -1,8 +1,7 @@
 // max_pool2d(act(batch_norm(input))), a network's stem.
 //
 // Kept for backward: the input, two numbers a channel, and the position of each output in its window (as max_pool.cpp
-// keeps it). Neither forward nor backward makes a full-size tensor but the gradient that
-// backward returns.
+// keeps it). Neither forward nor backward makes a full-size tensor but the gradient that backward returns.
 
 #include "act_table.h"
 #include "norm_ops.h"
