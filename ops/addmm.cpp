@@ -77,12 +77,15 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
                     a.dim() == dims && b.dim() == dims;
   if (!ours) return product(self, a, b, by, dims == 3);
   const Tensor out = Product::apply(a, b, self, by);
+  const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
+  const LayerOffer offered =
+      dims == 2 ? as_cheap_layer(recompute, out, a, b, flops) : as_cheap_product(recompute, out, a, b, flops);
   offer(
-      out, {value_or_undefined(self), a, b},
+      out, {a, b, value_or_undefined(self)},
       [by](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return product(optional(from[0]), from[1], from[2], by, from[1].dim() == 3);
+        return product(optional(from[2]), from[0], from[1], by, from[0].dim() == 3);
       },
-      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
+      offered.recompute, Pieces::no, offered.flops);
   return out;
 }
 

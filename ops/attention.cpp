@@ -156,12 +156,12 @@ Tensor product(const Tensor& a, const Tensor& b) {
 }
 
 struct Matmul : torch::autograd::Function<Matmul> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+  // factors: a and b, of which those that are kept as copies are these afterwards.
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, std::vector<Tensor>* factors) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
-    Tensor factors[2] = {a, b};
     for (int i : {0, 1}) {
-      Tensor& t = factors[i];
+      Tensor& t = (*factors)[i];
       const Tensor& given = i == 0 ? a : b;
       const bool needed = (i == 0 ? b : a).requires_grad();
       if (needed && !costs_nothing(given)) {
@@ -174,15 +174,15 @@ struct Matmul : torch::autograd::Function<Matmul> {
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return product(factors[0], factors[1]);
+    return product((*factors)[0], (*factors)[1]);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(2);
+    if (!grad.defined()) return variable_list(3);
     const SavedTensors kept(ctx);
     const auto a_sizes = ctx->saved_data["a"].toIntVector(), b_sizes = ctx->saved_data["b"].toIntVector();
-    std::vector<Tensor> g(2);
+    std::vector<Tensor> g(3);
     // A factor that is recomputed is copied here: its transpose's copy would be another operand, and some processors'
     // products then round differently from PyTorch's.
     if (ctx->needs_input_grad(1)) {
@@ -203,10 +203,14 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
                     a.device() == b.device() && b.dim() >= 2 && a.dim() >= (b.dim() == 2 ? 2 : 3) && a.numel() > 0 &&
                     b.numel() > 0;
   if (!ours) return at::matmul(a, b);
-  const Tensor out = Matmul::apply(a, b);
+  std::vector<Tensor> factors = {a, b};
+  const Tensor out = Matmul::apply(a, b, &factors);
+  const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
+  const LayerOffer offered =
+      b.dim() == 2 ? as_cheap_layer(recompute, out, a, b, flops) : as_cheap_product(recompute, out, a, b, flops);
   offer(
-      out, {a, b}, [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1]); },
-      recompute, Pieces::no, 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1)));
+      out, factors, [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1]); },
+      offered.recompute, Pieces::no, offered.flops);
   return out;
 }
 

@@ -39,6 +39,9 @@ constexpr size_t kMuchSmaller = 16;
 // One that is this many times smaller is held by the output, where nobody else may keep it (what is interpolated).
 constexpr size_t kSmaller = 4;
 
+// The first operands of a cheap layer (as_cheap_layer() and so on), which its own backward keeps.
+constexpr size_t kFactors = 2;
+
 // Offers what the host's memory gives back. Once it is there it is held until the op's own backward.
 static void offer_back(const Tensor& output) {
   auto recipe = std::make_shared<Recipe>();
@@ -85,7 +88,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      s.kept = recipe->layer && recipe->sources.empty() && t.is_leaf();
+      s.kept = recipe->layer && recipe->sources.size() < kFactors && t.is_leaf();
       const bool kept = s.kept || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
@@ -121,8 +124,16 @@ LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, con
                           double flops, bool depthwise) {
   if (recompute.how != Recompute::if_cheap) return {recompute, flops};
   const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
-                     (weight.requires_grad() || costs_nothing(input)) &&
+                     (weight.requires_grad() || costs_nothing(input)) && !runs_layer(weight) &&
                      (input.is_leaf() || (output.numel() >= input.numel() && !runs_layer(input)));
+  return {cheap ? Recompute::if_cheap : Recompute::off, 0};
+}
+
+LayerOffer as_cheap_product(RecomputeArgument recompute, const Tensor& output, const Tensor& a, const Tensor& b,
+                            double flops) {
+  if (recompute.how != Recompute::if_cheap) return {recompute, flops};
+  const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel()), false) && a.requires_grad() &&
+                     b.requires_grad() && !runs_layer(a) && !runs_layer(b);
   return {cheap ? Recompute::if_cheap : Recompute::off, 0};
 }
 

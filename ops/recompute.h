@@ -64,6 +64,10 @@ struct LayerOffer {
 LayerOffer as_cheap_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
                           const at::Tensor& weight, double flops, bool depthwise = false);
 
+// The same of a product of two batches of matrices, each of which the other one's gradient needs: both are kept anyway.
+LayerOffer as_cheap_product(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& a,
+                            const at::Tensor& b, double flops);
+
 // The same of attention, of which query (batches, heads, rows, features of a head), key and value are kept anyway.
 RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const at::Tensor& query, const at::Tensor& key,
                                      const at::Tensor& value, bool causal);

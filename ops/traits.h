@@ -14,10 +14,10 @@ struct OperatorTraits {
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::_convolution", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::addmm", .expensive = true},
+    {.name = "tsmem::addmm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::autocast", .calls_method = true},
-    {.name = "tsmem::baddbmm", .expensive = true},
-    {.name = "tsmem::bmm", .expensive = true},
+    {.name = "tsmem::baddbmm", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::bmm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::checkpoint", .calls_method = true},
     {.name = "tsmem::conv1d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv2d", .expensive = true, .may_be_cheap = true},
@@ -27,8 +27,8 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::conv_transpose2d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv_transpose3d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::linear", .expensive = true, .may_be_cheap = true},
-    {.name = "tsmem::matmul", .expensive = true},
-    {.name = "tsmem::mm", .expensive = true},
+    {.name = "tsmem::matmul", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::mm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true, .may_be_cheap = true},
 };
 

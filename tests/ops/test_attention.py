@@ -287,6 +287,9 @@ def test_softmax_equals_pytorch(dtype, again):
         ops.softmax(x, 2)
 
 
+IF_CHEAP = 3
+
+
 def by_hand(x, w, again):
     """Attention spelled out, with a projection before and after; `again`: its recompute arguments."""
     b, n, c = x.shape
@@ -315,8 +318,8 @@ def test_recomputed_bit_for_bit(f, dtype):
     x = torch.randn(4, 64, 32).to(dtype).requires_grad_()
     w = [(torch.randn(96, 32) / 8).to(dtype).requires_grad_(), (torch.randn(32, 32) / 8).to(dtype).requires_grad_()]
     want = run(lambda x, *w: layer(f, 0, x, w), x, *w)
-    for _ in range(4):
-        assert_equal(run(lambda x, *w: layer(f, 1, x, w), x, *w), want)
+    for again in (1, IF_CHEAP, 1, IF_CHEAP):
+        assert_equal(run(lambda x, *w: layer(f, again, x, w), x, *w), want)
 
 
 @pytest.mark.parametrize("f", [by_hand, fused])
@@ -327,7 +330,42 @@ def test_recomputed_keeps_nothing_inside(f):
     assert kept[1] < kept[0] / 4, kept
 
 
-IF_CHEAP = 3
+def scores_by_matmul(q, k, v, again):
+    return ops.matmul(ops.softmax(ops.matmul(q, k.transpose(-2, -1), again), -1, None, 1), v)
+
+
+def scores_by_bmm(q, k, v, again):
+    return ops.bmm(ops.softmax(ops.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, again), -1, None, 1), v.flatten(0, 1))
+
+
+def scores_by_baddbmm(q, k, v, again):
+    zero = torch.zeros(1, dtype=q.dtype)
+    return ops.bmm(ops.softmax(ops.baddbmm(zero, q.flatten(0, 1), k.flatten(0, 1).mT, 1, 0.5, again), -1, None, 1), v.flatten(0, 1))
+
+
+@pytest.mark.parametrize("features,needs,cheap", ((96, "qkv", True), (97, "qkv", False), (96, "qv", False), (96, "kv", False)))
+@pytest.mark.parametrize("f", [scores_by_matmul, scores_by_bmm, scores_by_baddbmm])
+def test_scores_are_made_again_where_that_is_cheap(f, features, needs, cheap):
+    """A product of batches of up to 96 features, whose factors are kept anyway: softmax then keeps no probabilities."""
+    q, k, v = (torch.randn(2, 3, 40, features).requires_grad_(name in needs) for name in "qkv")
+    want = run(lambda *t: f(*t, 0), q, k, v)
+    for _ in range(4):
+        assert_equal(run(lambda *t: f(*t, IF_CHEAP), q, k, v), want)
+    probabilities = 4 * 2 * 3 * 40 * 40
+    dropped = live_bytes(lambda: f(q, k, v, 0)) - live_bytes(lambda: f(q, k, v, IF_CHEAP))
+    assert abs(dropped - (probabilities if cheap else 0)) < probabilities / 4
+
+
+def test_scores_whose_factor_a_cheap_layer_makes_are_kept():
+    """No two layers run again in a row: then the scores are not made again, but the layer is."""
+    x, k, v = (torch.randn(2, 3, 40, 16).requires_grad_() for _ in range(3))
+    w = torch.randn(16, 16).requires_grad_()
+
+    def f(layer, product):
+        return scores_by_matmul(ops.linear(x, w, None, layer), k, v, product)
+
+    kept = {how: live_bytes(lambda: f(*how)) for how in itertools.product((0, IF_CHEAP), repeat=2)}
+    assert kept[IF_CHEAP, IF_CHEAP] == kept[IF_CHEAP, 0] < kept[0, 0] > kept[0, IF_CHEAP]
 
 
 @pytest.mark.parametrize("keys,causal,cheap", ((10, False, True), (11, False, False), (20, True, True), (22, True, False)))

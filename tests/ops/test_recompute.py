@@ -1138,6 +1138,9 @@ def cheap_layers():
         "conv3d": (torch.randn(1, 1, 16, 16, 16), torch.randn(16, 1, 3, 3, 3) / 5, lambda x, w, r: ops.conv3d(x, w, None, [1] * 3, [1] * 3, [1] * 3, 1, r)),
         "conv_transpose2d": (x2, torch.randn(16, 32, 2, 2), lambda x, w, r: ops.conv_transpose2d(x, w, None, [2, 2], [0, 0], [0, 0], 1, [1, 1], r)),
         "linear": (torch.randn(256, 96), torch.randn(96, 96) / 10, lambda x, w, r: ops.linear(x, w, None, r)),
+        "mm": (torch.randn(256, 96), torch.randn(96, 96) / 10, lambda x, w, r: ops.mm(x, w, r)),
+        "addmm": (torch.randn(256, 96), torch.randn(96, 96) / 10, lambda x, w, r: ops.addmm(torch.ones(96), x, w, 1, 1, r)),
+        "matmul": (torch.randn(4, 64, 96), torch.randn(96, 96) / 10, lambda x, w, r: ops.matmul(x, w, r)),
     }
 
 
