@@ -140,6 +140,21 @@ class Frequencies(nn.Module):
         return nn.functional.gelu(torch.fft.irfft2(nn.functional.pad(low, (0, 9, 0, 24)), (32, 32), norm="ortho") + self.conv(x))
 
 
+class Skip(nn.Module):
+    """A level of pix2pix's U-Net: its first layer overwrites the argument that is put beside the last one's result."""
+
+    def __init__(self, inner=None, outermost=False):
+        super().__init__()
+        inside = [nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)]
+        if inner:
+            inside += [inner, nn.ReLU(inplace=True), nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Dropout(0.25)]
+        self.inside, self.outermost = nn.Sequential(*inside), outermost
+
+    def forward(self, x):
+        y = self.inside(x)
+        return y if self.outermost else torch.cat([x, y], 1)
+
+
 def two(layer):
     return nn.Sequential(layer(), layer())
 
@@ -154,6 +169,7 @@ MODELS = {
     "bn-act-mul": lambda: two(lambda: SqueezeExcite(nn.SiLU())),
     "bn-act-max-pool": lambda: nn.Sequential(conv_bn(nn.ReLU(inplace=True)), nn.MaxPool2d(3, 2, 1), conv_bn(nn.ReLU())),
     "activation": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1, inplace=True)),
+    "activation of a skip connection": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), Skip(Skip(Skip()), outermost=True)),
     "max-pool": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)),
     "shape-only": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1)),
     "shape-only pads": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.ReLU(), nn.ReplicationPad2d(2),
@@ -179,7 +195,8 @@ MODELS = {
 # Bytes alive after forward, rewritten to original, at most: with everything trainable, and with everything frozen but the input.
 LIMITS = {
     "bn-act": (1.01, 0.68), "bn-act silu": (0.72, 0.45), "bn-act hardswish": (0.72, 0.45), "bn-act leaky": (1.01, 0.68), "bn-add-act": (1.05, 0.70),
-    "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.70, 0.10), "max-pool": (0.55, 0.10),
+    "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.70, 0.10),
+    "activation of a skip connection": (0.47, 0.45), "max-pool": (0.55, 0.10),
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "shape-only transforms": (0.70, 0.75), "dropout": (0.75, 0.15),
     "pointwise": (0.40, 0.40), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),

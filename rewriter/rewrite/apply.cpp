@@ -105,6 +105,7 @@ Choice choose_matches(const std::vector<FoundMatch>& allowed, const std::vector<
       if (ours[i] || left_to_callee(allowed[i])) continue;
       ours[i] = changed = true;
       for (const Place& p : allowed[i].nodes) add_with_parents(p.scope, choice.inlined);
+      for (const Reader& r : allowed[i].readers) add_with_parents(r.user.scope, choice.inlined);
     }
     // Where anything changes, calls that return their own argument are seen through, as the view does: a match may
     // have reached a value by them.
@@ -372,14 +373,18 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
-  const auto copied = [&] {
+  const auto copied = [&]() -> std::optional<View> {
     View copy = copy_graph(source, scopes, inlines);
+    for (const FoundMatch* f : choice.matches)
+      if (!read_results(copy, f->readers)) return std::nullopt;
     for (const auto& place : passes_on)
       if (const auto n = copy.copies.find(place); n != copy.copies.end()) leave_out(n->second, copy);
     guard_assumptions(copy);
     return copy;
   };
-  View copy = copied();
+  std::optional<View> made = copied();
+  if (!made) return std::nullopt;
+  View copy = std::move(*made);
   // In the view these calls do not use what they are given, or ask for its size alone, or are never run.
   bool tried = false;
   for (auto users = strangers(copy, choice.matches); !users.empty(); users = strangers(copy, choice.matches)) {
@@ -387,7 +392,8 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
     for (const Node* n : users) add_calls_around(n, copy, scopes, wanted);
     for (const Scope* s : dead) add_with_parents(s, wanted);
     if (std::exchange(tried, true) && wanted.size() == before) return std::nullopt;
-    copy = copied();
+    if (!(made = copied())) return std::nullopt;
+    copy = std::move(*made);
     remove_dead_code(copy, UnusedNorms::stay);
   }
   for (const FoundMatch* f : choice.matches) put(*copy.graph, copy, *f, recompute);

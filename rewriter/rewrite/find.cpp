@@ -15,6 +15,7 @@
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/model_writes.h"
 #include "rewriter/rewrite/preoptimized.h"
+#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 
@@ -110,6 +111,17 @@ void leave_overwritten(MatchResult& matched) {
   });
 }
 
+// Tells the matches which uses of what they overwrite are to be uses of their results.
+void add_readers(const Readers& readers, MatchResult& matched) {
+  std::map<std::pair<const Scope*, Node*>, const std::vector<Reader>*> by_place;
+  for (const auto& of_one : readers)
+    by_place[{of_one.front().overwriter.scope, of_one.front().overwriter.node}] = &of_one;
+  for (FoundMatch& found : matched.found)
+    for (const Place& p : found.nodes)
+      if (const auto it = by_place.find({p.scope, p.node}); it != by_place.end())
+        found.readers.insert(found.readers.end(), it->second->begin(), it->second->end());
+}
+
 // Of these, those in modules that run again, which the rewritten module's own code does not show.
 std::map<std::pair<const Scope*, Node*>, bool> drawing_inside(
     const std::map<std::pair<const Scope*, Node*>, bool>& drawing, const ModuleClass& c, const Selection& selection,
@@ -196,6 +208,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   };
   View view = copy_graph(graph, scopes, inlines, callee, /*exact=*/false, contains);
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+  const Readers readers = readers_of_overwritten(view);
   if (!selection.options.runs_eagerly)
     for (Node* n : dead_draws(view, graph)) {
       add_with_parents(view.places.at(n).scope, result.around_unused);
@@ -217,7 +230,9 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
     drawing = drawing_dropouts(whole);
     result.draws_again = drawing_inside(drawing, c, selection, result);
   }
+  read_results(view, readers);
   result.matched = find_matches(view, selection.patterns, attributes);
+  add_readers(readers, result.matched);
   if (eager)
     for (FoundMatch& found : result.matched.found)
       if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";

@@ -6,6 +6,7 @@
 
 #include "patterns/pattern.h"
 #include "rewriter/rewrite/operators.h"
+#include "rewriter/rewrite/read_results.h"
 
 namespace tsmem {
 
@@ -23,15 +24,16 @@ struct FoundMatch {
   std::map<std::string, Operand> values;  // every name of the rule's `match`
   std::string act;                        // of the matched activation
   std::vector<double> act_args;
-  const Scope* scope;               // innermost that holds all nodes
-  std::vector<Place> sources = {};  // what makes the tensors that it reads, other than attributes and arguments
-  bool draws = false;               // a dropout that TorchScript differentiates by itself (autodiff.h)
-  int64_t in_place = 0;             // of a matched sum or product, with operands as matched: InPlace of ops/common.h
-  bool act_in_place = false;        // the matched activation overwrites its input
-  bool draws_for_others = false;    // a dropout that overwrites what others use too: it is there to stay
-  std::string makes_new = {};       // a dropout whose result is overwritten, by name: never its argument
-  bool argument_is_seen = false;    // of such a dropout: by others too
-  std::string overwritten_by = {};  // what may write to what it reads: its output can't be recomputed from that
+  const Scope* scope;                // innermost that holds all nodes
+  std::vector<Place> sources = {};   // what makes the tensors that it reads, other than attributes and arguments
+  bool draws = false;                // a dropout that TorchScript differentiates by itself (autodiff.h)
+  int64_t in_place = 0;              // of a matched sum or product, with operands as matched: InPlace of ops/common.h
+  bool act_in_place = false;         // the matched activation overwrites its input
+  bool draws_for_others = false;     // a dropout that overwrites what others use too: it is there to stay
+  std::string makes_new = {};        // a dropout whose result is overwritten, by name: never its argument
+  bool argument_is_seen = false;     // of such a dropout: by others too
+  std::vector<Reader> readers = {};  // of what it overwrites, who then read its result
+  std::string overwritten_by = {};   // what may write to what it reads: its output can't be recomputed from that
 };
 
 struct NearMiss {

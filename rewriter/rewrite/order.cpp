@@ -21,6 +21,11 @@ bool runs_before(const Node* a, const Node* b) {
   return in_x->kind() != prim::Return && in_x != in_y && in_x->isBefore(in_y);
 }
 
+bool always_after(const Node* later, const Node* n) {
+  while (later && later->owningBlock() != n->owningBlock()) later = later->owningBlock()->owningNode();
+  return later && later != n && (later->kind() == prim::Return || later->isAfter(n));
+}
+
 bool may_run_after(const Node* later, const Node* n) {
   if (in_one_loop(later, n)) return true;
   const auto x = blocks_around(later), y = blocks_around(n);

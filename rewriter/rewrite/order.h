@@ -7,6 +7,9 @@ namespace tsmem {
 // Whether `a` has run when `b` runs.
 bool runs_before(const Node* a, const Node* b);
 
+// Whether n has run, once and in the same round of its loops, whenever `later` runs.
+bool always_after(const Node* later, const Node* n);
+
 // Whether `later` may run when n has run.
 bool may_run_after(const Node* later, const Node* n);
 

@@ -1,0 +1,32 @@
+// Who reads a tensor by its old name when an operator has overwritten it: F.relu(x, inplace=True) on a line of its own.
+#pragma once
+#include <map>
+#include <vector>
+
+#include "rewriter/rewrite/view.h"
+
+namespace tsmem {
+
+// A use of what has been overwritten, in a view and in any copy that has the nodes.
+struct Reader {
+  Place overwriter;
+  Place user;        // an operator or a call; no node: the method's own results
+  size_t block = 0;  // with `of_block`: those of this block of the user
+  bool of_block = false;
+  size_t input = 0;
+};
+
+// By operator in place, in the order in which they run: all uses of its first argument when it has run. None of one
+// whose argument others may see otherwise: by another name, before it, where it does not run, in the next round of a
+// loop. `view`: as it was copied, no name of a value left out.
+using Readers = std::vector<std::vector<Reader>>;
+Readers readers_of_overwritten(const View& view);
+
+// Uses of these tensors are uses of the operators' results, which are the same tensors. Leaves a view's meaning as it
+// is, whatever has been left out of it.
+void read_results(const View& view, const Readers& readers);
+
+// Makes just these uses, of a copy that has all of them, uses of the operators' results. False: it has not.
+bool read_results(const View& copy, const std::vector<Reader>& readers);
+
+}  // namespace tsmem
