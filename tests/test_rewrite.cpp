@@ -1017,6 +1017,21 @@ TEST(Rewrite, TakesAnOverwriteOfWhatIsReturned) {
   expect_same_numbers(original, m, image());
 }
 
+// One operator stands where the last of several did: dead code before it would overwrite what the first one read.
+TEST(Rewrite, LeavesOperatorsAroundDeadCodeThatOverwritesWhatTheyRead) {
+  for (const std::string dead : {"h.mul_(2.0)", "torch.relu_(h)", "h = h.add_(0.5)"}) {
+    Module m =
+        net("def forward(self, x):\n    h = self.conv.forward(x)\n"
+            "    y = self.bn.forward(self.conv.forward(x)) + h\n    " +
+            dead + "\n    return torch.relu(y)\n");
+    Module original = reload(m);
+    const auto report = rewrite(m, regions());
+    EXPECT_FALSE(matched(report, "bn-add-act")) << dead;
+    EXPECT_TRUE(refused(report, "bn-add-act", "result is not used writes to an input")) << dead;
+    expect_same_numbers(original, m, image());
+  }
+}
+
 // What is overwritten has other names: another operator's result in place, a list, a dictionary, a dropout that gives
 // its argument.
 TEST(Rewrite, LeavesAnOverwriteThatOthersSee) {

@@ -236,8 +236,13 @@ std::string Legality::written_later(const Attempt& kept) const {
   return "";
 }
 
-// The new op reads all its inputs where the last matched node stood: nothing in between may write to them.
+// The new op reads all its inputs where the last matched node stood: nothing in between may write to them, nor dead
+// code, which may have stood there.
 std::string Legality::disturbed(const Attempt& a) const {
+  if (a.nodes.size() > 1)
+    for (const auto& [name, value] : a.bound)
+      if (!is_result(value, a))
+        if (auto reason = written_by_dead_code(value); !reason.empty()) return reason;
   Node* first = a.nodes.back();
   for (Node* n : a.nodes)
     if (n->isBefore(first)) first = n;
