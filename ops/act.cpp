@@ -1,9 +1,9 @@
 // Activations that keep one bit an element, or one tensor.
 //
 // relu, hardtanh, threshold, leaky_relu and hardsigmoid have a derivative of two values: a mask of one bit an element,
-// in the order of memory, tells which. Where a later op keeps the output of relu, hardtanh or leaky_relu (a convolution
-// its input), that tells it too, and takes the mask's place. The others keep the input, or what it is made from;
-// sigmoid and tanh, as PyTorch's, the output.
+// in the order of memory, tells which. Where a later op keeps the output of relu or of leaky_relu in place (a
+// convolution its input), that tells it too, and takes the mask's place. The others keep the input, or what it is made
+// from; sigmoid and tanh, as PyTorch's, the output.
 #include <mutex>
 
 #include "act_table.h"
@@ -80,32 +80,17 @@ void keep(AutogradContext* ctx, const Act& act, at::IntArrayRef strides) {
 
 Tensor backward_of(AutogradContext* ctx, const Tensor& grad);
 
-bool exact(double bound, at::ScalarType dtype) {
-  const auto narrow = static_cast<float>(bound);
-  return dtype == at::kHalf       ? static_cast<float>(at::Half(narrow)) == bound
-         : dtype == at::kBFloat16 ? static_cast<float>(at::BFloat16(narrow)) == bound
-                                  : true;
-}
-
-// Whether the output tells which of the two derivatives holds as the input does (a bound that the dtype rounds may come
-// out on its other side), and is what PyTorch's own keeps: else it might be overwritten before backward.
-bool output_serves(const Act& act, at::ScalarType dtype, bool in_place) {
-  return act.kind == ActKind::relu || (in_place && act.kind == ActKind::leaky_relu && act.a >= 0) ||
-         (in_place && act.kind == ActKind::hardtanh && exact(act.a, dtype) && exact(act.b, dtype));
+// Whether PyTorch's own keeps the output too: else it might be overwritten before backward.
+bool output_serves(const Act& act, bool in_place) {
+  return act.kind == ActKind::relu || (in_place && act.kind == ActKind::leaky_relu && act.a >= 0);
 }
 
 // The gradient from the output. own: memory that may take it, or undefined.
 Tensor backward_from_output(const Tensor& grad, const Tensor& y, const Act& act, Tensor own) {
-  switch (act.kind) {
-    case ActKind::relu:
-      return own.defined() ? at::threshold_backward_out(own, grad, y, 0) : at::threshold_backward(grad, y, 0);
-    case ActKind::leaky_relu:
-      return own.defined() ? at::leaky_relu_backward_out(own, grad, y, act.a, /*self_is_result=*/true)
-                           : at::leaky_relu_backward(grad, y, act.a, /*self_is_result=*/true);
-    default:
-      return own.defined() ? at::hardtanh_backward_out(own, grad, y, act.a, act.b)
-                           : at::hardtanh_backward(grad, y, act.a, act.b);
-  }
+  if (act.kind == ActKind::relu)
+    return own.defined() ? at::threshold_backward_out(own, grad, y, 0) : at::threshold_backward(grad, y, 0);
+  return own.defined() ? at::leaky_relu_backward_out(own, grad, y, act.a, /*self_is_result=*/true)
+                       : at::leaky_relu_backward(grad, y, act.a, /*self_is_result=*/true);
 }
 
 // The backward is linear in the gradient, and so its own derivative: second derivatives work.
@@ -225,7 +210,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
                       : !smooth_ours ? aten_act(self, act)
                       : grad         ? SmoothAct::apply(self, act)
                                      : smooth_act(self, act);
-  if (masked && output_serves(act, made.scalar_type(), in_place))
+  if (masked && output_serves(act, in_place))
     update_known(made.grad_fn(), [](OutputRecord& known) { known.when_kept = MaskedAct::keep_output; });
   const Tensor out = as_original(made, self, act, in_place, masked || smooth_ours);
   if (grad && (masked || smooth_ours))

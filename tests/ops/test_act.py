@@ -214,7 +214,7 @@ def test_strides_of_sizes_of_one(name, grad, recompute):
             torch.testing.assert_close(*pairs)
 
 
-KEPT_BY_OTHERS = {"relu": [], "hardtanh": [0.0, 6.0], "leaky_relu": [0.1]}
+KEPT_BY_OTHERS = {"relu": [], "leaky_relu": [0.1]}
 
 
 def between_convolutions(name, args, recompute=0, in_place=True):
@@ -236,29 +236,20 @@ def test_output_that_others_keep_takes_the_place_of_the_bits(name, recompute):
     assert 4 * x.numel() <= live_bytes(lambda: f(x, w)) <= 4 * x.numel() + 8192
 
 
-@pytest.mark.parametrize("name", ["hardtanh", "leaky_relu"])
-def test_what_pytorch_does_not_keep_may_be_overwritten(name):
-    """Not in place they keep the input: the output may be written to where its other user is not differentiated."""
-    f = between_convolutions(name, KEPT_BY_OTHERS[name], 0, False)
+@pytest.mark.parametrize("name,args,in_place", [("hardtanh", [0.0, 6.0], True), ("hardtanh", [0.0, 6.0], False), ("leaky_relu", [0.1], False)])
+def test_what_pytorch_does_not_keep_may_be_overwritten(name, args, in_place):
+    """They keep the input, hardtanh in place a copy: the output may be written to where its other user is not differentiated."""
+    f = between_convolutions(name, args, 0, in_place)
     x, w = torch.randn(1, 8, 64, 64, requires_grad=True), torch.randn(2, 8, 1, 1, requires_grad=True)
     assert live_bytes(lambda: f(x, w)) >= (4 + 1 / 8) * x.numel()
     gradients = []
-    for act in (lambda t: torch.ops.tsmem.act(t, name, KEPT_BY_OTHERS[name]), lambda t: getattr(A, name)(t, *KEPT_BY_OTHERS[name])):
+    pytorch = getattr(A, name + "_" * in_place)
+    for act in (lambda t: torch.ops.tsmem.act(t, name, args, 0, in_place), lambda t: pytorch(t, *args)):
         y = act(x * 1.0)
         z = torch.ops.tsmem.conv2d(y, w).detach()
         y[:, 0] = 0
         gradients.append(torch.autograd.grad((y * 1).sum() + z.sum(), x)[0])
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bounds_of_tensors_without_memory(dtype):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x, w = torch.empty(1, 8, 9, 9, dtype=dtype, requires_grad=True), torch.empty(2, 8, 1, 1, dtype=dtype, requires_grad=True)
-        z = between_convolutions("hardtanh", [0.0, 6.0])(x, w)
-        assert torch.autograd.grad(z.sum(), x)[0].shape == x.shape
 
 
 def test_gradients_within_a_checkpoint():
@@ -299,16 +290,6 @@ def test_gradcheck_from_the_output(name):
     f = between_convolutions(name, KEPT_BY_OTHERS[name])
     assert torch.autograd.gradcheck(f, (x, w))
     assert torch.autograd.gradgradcheck(f, (x, w))
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_bounds_that_are_rounded_are_told_by_the_bits(dtype):
-    """0.1 is .10009765625 in bfloat16: the output at the bound is above it."""
-    x, w = torch.full((1, 1, 2, 2), -1.0, dtype=dtype, requires_grad=True), torch.ones(1, 1, 1, 1, dtype=dtype, requires_grad=True)
-    for low, high in ((0.1, 1.0), (-1.0, 0.1)):
-        for value in (-4.0, 4.0):
-            z = between_convolutions("hardtanh", [low, high])(x * 0 + value, w)
-            assert not torch.autograd.grad(z.sum(), x)[0].any()
 
 
 def test_kept_output_that_is_written_to():
