@@ -214,14 +214,15 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
   return out;
 }
 
+// What it keeps: its output, or (again) its input, from which its output is made for others too and then held for it.
 struct Softmax : torch::autograd::Function<Softmax> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again, int64_t* place) {
     ctx->set_materialize_grads(false);
     const Tensor out = at::softmax(x, dim);
     Keeper keeper;
     keeper.add(again ? x : Tensor());
     keeper.add(again ? Tensor() : out, true);
-    keeper.save(ctx);
+    *place = keeper.save(ctx, /*soon=*/!again);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["again"] = again;
     return out;
@@ -229,12 +230,14 @@ struct Softmax : torch::autograd::Function<Softmax> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(3);
+    if (!grad.defined()) return variable_list(4);
+    const bool again = ctx->saved_data["again"].toBool();
+    Tensor out = again ? own_output_made() : Tensor();
     const SavedTensors kept(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt();
-    const bool again = ctx->saved_data["again"].toBool();
-    const Tensor out = again ? at::softmax(kept[0], dim) : kept[1];
-    std::vector<Tensor> g = {at::_softmax_backward_data(grad, out, dim, out.scalar_type()), Tensor(), Tensor()};
+    if (!out.defined()) out = again ? at::softmax(kept[0], dim) : kept[1];
+    std::vector<Tensor> g = {at::_softmax_backward_data(grad, out, dim, out.scalar_type()), Tensor(), Tensor(),
+                             Tensor()};
     if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "softmax", grad);
     return g;
   }
@@ -245,11 +248,13 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
     return at::softmax(x, dim, dtype);
   // Its input in place of its output, where that costs nothing.
   const bool again = RecomputeArgument(recompute).recomputes() && costs_nothing(x);
-  const Tensor out = Softmax::apply(x, dim, again);
+  int64_t place = 0;
+  const Tensor out = Softmax::apply(x, dim, again, &place);
   if (!again) keeps_itself(out);
   offer(
       out, {x}, [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::softmax(from[0], dim); },
       recompute);
+  if (again) takes_own_output(out, place);
   return out;
 }
 

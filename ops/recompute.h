@@ -72,6 +72,12 @@ LayerOffer as_cheap_product(RecomputeArgument recompute, const at::Tensor& outpu
 RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const at::Tensor& query, const at::Tensor& key,
                                      const at::Tensor& value, bool causal);
 
+// The backward of the op that made `output`, whose place in forward is `user`, takes what others have made of it again,
+// which is held for it where it comes soon after them: then it has no need of what that is made from.
+void takes_own_output(const at::Tensor& output, int64_t user);
+// In that backward, before SavedTensors: what is held of the output; undefined: nothing.
+at::Tensor own_output_made();
+
 // Whether saved-tensor hooks (torch.utils.checkpoint, save_on_cpu) are set: then nothing is recomputed, as they count
 // and replace what is saved.
 bool hooks_active();
@@ -101,7 +107,8 @@ class Keeper {
  public:
   // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
-  void save(torch::autograd::AutogradContext* ctx);
+  // The node's place in forward. soon: what others make again is held for it where it comes soon after them.
+  int64_t save(torch::autograd::AutogradContext* ctx, bool soon = true);
 
  private:
   std::vector<at::Tensor> leaves_;

@@ -47,7 +47,12 @@ void Keeper::add(const Tensor& t, bool always_itself) {
   recipes_.push_back(nullptr);
 }
 
-void Keeper::save(torch::autograd::AutogradContext* ctx) {
+// Under the recipe's lock. Nearly always in order: forks of one graph count apart.
+static void add_user(const Recipe& recipe, int64_t user) {
+  recipe.users.insert(std::upper_bound(recipe.users.begin(), recipe.users.end(), user), user);
+}
+
+int64_t Keeper::save(torch::autograd::AutogradContext* ctx, bool soon) {
   auto program = c10::make_intrusive<Program>();
   program->recipes = std::move(recipes_);
   static thread_local int64_t users = 0;
@@ -56,10 +61,9 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
   for (const RecipePtr& r : program->recipes)
     if (r) place(*r, 0, visited);
   for (const auto& [recipe, leaf] : visited) {
-    if (!recipe->shared) continue;
+    if (!recipe->shared || !soon) continue;
     std::lock_guard<std::mutex> lock(recipe->mutex);
-    auto& all = recipe->users;  // nearly always in order: forks of one graph count apart
-    all.insert(std::upper_bound(all.begin(), all.end(), program->user), program->user);
+    add_user(*recipe, program->user);
   }
   if (const Journal* now = noting()) {
     program->journal = current_journal();
@@ -69,8 +73,25 @@ void Keeper::save(torch::autograd::AutogradContext* ctx) {
     program->versions.push_back(l.defined() && !l.is_inference() ? Version{l.unsafeGetTensorImpl()->version_counter(),
                                                                            static_cast<uint32_t>(l._version())}
                                                                  : Version());
+  const int64_t user = program->user;
   ctx->saved_data["kept"] = at::IValue::make_capsule(std::move(program));
   ctx->save_for_backward(std::move(leaves_));
+  return user;
+}
+
+void takes_own_output(const Tensor& output, int64_t user) {
+  const auto known = known_of(output);
+  if (!known || !known->recipe || !known->recipe->shared) return;
+  std::lock_guard<std::mutex> lock(known->recipe->mutex);
+  add_user(*known->recipe, user);
+}
+
+Tensor own_output_made() {
+  const auto node = torch::autograd::get_current_node();
+  const auto known = node ? known_of(node.get()) : std::nullopt;
+  if (!known || !known->recipe) return {};
+  std::lock_guard<std::mutex> lock(known->recipe->mutex);
+  return known->recipe->made;
 }
 
 namespace {
@@ -105,9 +126,10 @@ std::vector<Tensor> unpack(torch::autograd::AutogradContext* ctx, const Program&
 void drop_own_output() {
   const auto node = torch::autograd::get_current_node();
   const auto known = node ? known_of(node.get()) : std::nullopt;
-  if (!known || !known->recipe || !known->recipe->expensive) return;
+  if (!known || !known->recipe) return;
+  Tensor dropped;  // freed without the lock
   std::lock_guard<std::mutex> guard(known->recipe->mutex);
-  known->recipe->made = Tensor();
+  std::swap(dropped, known->recipe->made);
 }
 
 }  // namespace

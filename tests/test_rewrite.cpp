@@ -984,6 +984,28 @@ TEST(Rewrite, TakesWhatOverwritesATensorThatIsReadLater) {
   }
 }
 
+// What reads it later has it through a branch, or a call, that does nothing with it.
+TEST(Rewrite, TakesWhatIsReadThroughABranchThatIsNotTaken) {
+  for (const std::string code :
+       {"h = self.conv.forward(x)\n    torch.relu_(h)\n    if self.skips():\n        h = h + x.mean()\n    return "
+        "torch.tanh(h)\n",
+        "h = self.conv.forward(x)\n    k = h\n    if self.skips():\n        h = h + x.mean()\n    torch.relu_(h)\n"
+        "    return torch.tanh(h) * k\n",
+        "h = self.conv.forward(x)\n    torch.relu_(h)\n    return torch.tanh(self.passes(h)) + h\n",
+        "h = self.conv.forward(x)\n    z = self.bn.forward(self.conv.forward(x))\n    torch.relu_(h)\n    if z.dim() "
+        "== 3:\n"
+        "        h = h.unsqueeze(0)\n    return torch.tanh(h) * z\n"}) {
+    Module m =
+        net("def skips(self) -> bool:\n    return False\n\n"
+            "def passes(self, x):\n    if self.skips():\n        x = x + 1\n    return x\n\n"
+            "def forward(self, x):\n    " +
+            code);
+    Module original = reload(m);
+    EXPECT_TRUE(matched(rewrite(m, regions()), "activation")) << code;
+    expect_same_numbers(original, m, image());
+  }
+}
+
 // In a module, as in pix2pix's U-Net: its caller reads the argument afterwards.
 TEST(Rewrite, TakesAnActivationThatOverwritesAnArgument) {
   Module act = module("Act"), block = module("Block"), m = module("Net");

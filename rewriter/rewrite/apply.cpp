@@ -367,10 +367,13 @@ std::optional<View> apply_matches(const Graph& source, Scopes& scopes, const Cho
                                   const std::set<std::pair<const Scope*, Node*>>& passes_on,
                                   const std::unordered_set<const Scope*>& dead, const RecomputeValue& recompute) {
   std::unordered_set<const Scope*> wanted = choice.inlined;
-  // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes.
+  const bool redirects = std::any_of(choice.matches.begin(), choice.matches.end(),
+                                     [](const FoundMatch* f) { return !f->readers.empty(); });
+  // A constant branch inside an inlined call is folded too, and a call without a node of its own (nn.Identity) goes;
+  // every constant branch where uses are redirected, as a value may have passed through it.
   const auto inlines = [&](const Scope* s) {
     const bool in_ours = s->parent == nullptr || wanted.count(s->parent) > 0;
-    return wanted.count(s) > 0 || (s->branch >= 0 && s->parent != nullptr && in_ours) ||
+    return wanted.count(s) > 0 || (s->branch >= 0 && (redirects || s->parent != nullptr) && in_ours) ||
            (s->branch < 0 && in_ours && returns_argument(s->node));
   };
   const auto copied = [&]() -> std::optional<View> {

@@ -50,8 +50,9 @@ RecomputeValue recompute_argument(const Module& module, const ModuleClass& c, Le
   };
 }
 
-// A method's body with its matches applied, and which those are. Where code that is never run can't be told apart,
-// everything is inlined.
+// A method's body with its matches applied, and which those are. Where code that is never run can't be told apart, or
+// who reads what is overwritten, everything is inlined; at last the matches are left out whose results others read by
+// an old name.
 struct Applied {
   Choice choice;
   std::optional<View> body;
@@ -64,9 +65,14 @@ Applied apply_in(const Function& f, Result& result, const Selection& selection, 
     if (updates_statistics(node) && !in_autocast({scope, node}) && lasting.count(way_in_method({scope, node})))
       add_with_parents(scope, around_unused);
   Applied a;
-  for (const bool inline_all : {false, true}) {
-    if (inline_all)
-      for (const auto& [scope, node] : result.copied) add_with_parents(scope, result.inlined);
+  for (const int attempt : {0, 1, 2}) {
+    if (attempt == 1) result.inlined.insert(result.entered.begin(), result.entered.end());
+    if (attempt == 2)
+      std::erase_if(result.allowed, [&](const FoundMatch& found) {
+        if (found.readers.empty()) return false;
+        result.refused.push_back({found.pattern->name, "", "who reads the tensor that it overwrites is not known"});
+        return true;
+      });
     a.choice = choose_matches(result.allowed, result.matched.found, result.copied, result.inlined, scopes,
                               matches_of(results), allowed_matches_of(results));
     if (a.choice.matches.empty() && a.choice.inlined.empty() && selection.checkpointed.empty()) return a;

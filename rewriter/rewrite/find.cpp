@@ -208,6 +208,7 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   };
   View view = copy_graph(graph, scopes, inlines, callee, /*exact=*/false, contains);
   for (const auto& [place, copy] : view.copies) result.copied.insert(place);
+  result.entered = view.entered;
   const Readers readers = readers_of_overwritten(view);
   if (!selection.options.runs_eagerly)
     for (Node* n : dead_draws(view, graph)) {

@@ -18,6 +18,7 @@ namespace tsmem {
 struct Result {
   MatchResult matched;                                 // in the whole view
   std::set<std::pair<const Scope*, Node*>> copied;     // the places of the whole view
+  std::unordered_set<const Scope*> entered;            // its calls and branches
   std::set<std::pair<const Scope*, Node*>> passes_on;  // dropouts that give their argument, and neither draw nor copy
   std::unordered_set<const Scope*> dead;               // calls and branches with unused tensors in them
   std::unordered_set<const Scope*>

@@ -199,6 +199,7 @@ struct Copier {
       if (auto graph = body_of(n)) {
         const Scope* inner_scope = scopes.enter(scope, n, -1, map.at(n->input(0)));
         if (inlines(inner_scope)) {
+          view.entered.insert(inner_scope);
           Map inner;
           const size_t skip = n->kind() == prim::CallFunction ? 1 : 0;
           for (size_t i = skip; i < n->inputs().size(); ++i) inner[graph->inputs()[i - skip]] = map.at(n->input(i));
@@ -217,6 +218,7 @@ struct Copier {
         const Scope* inner_scope = scopes.enter(scope, n, *branch, nullptr);
         if (assumed.count(map.at(n->input(0)))) scopes.assume(inner_scope);
         if (inlines(inner_scope)) {
+          view.entered.insert(inner_scope);
           if (inner_scope->assumed) view.assumptions.emplace_back(map.at(n->input(0)), *branch);
           copy_block(n->blocks()[*branch], to, map, inner_scope);
           finish_inlined(n, n->blocks()[*branch], map, map, inner_scope);
@@ -249,7 +251,7 @@ struct Copier {
 
 View copy_graph(const Graph& source, Scopes& scopes, const std::function<bool(const Scope*)>& inlines,
                 const BodyOf& body_of, bool exact, const Contains& contains) {
-  View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}, {}};
+  View view{std::make_shared<Graph>(), {}, {}, {}, {}, {}, {}, {}};
   Copier copier{view, scopes, inlines, body_of, exact, contains, {}, {}};
   Copier::Map map;
   for (const Value* in : source.inputs()) map[in] = view.graph->addInput()->copyMetadata(const_cast<Value*>(in));

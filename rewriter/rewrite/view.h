@@ -57,6 +57,7 @@ struct View {
   std::shared_ptr<Graph> graph;
   std::unordered_map<const Node*, Place> places;                    // of the nodes of `graph` that were copied
   std::map<std::pair<const Scope*, Node*>, Node*> copies;           // the other way round
+  std::unordered_set<const Scope*> entered;                         // the calls and branches inlined
   std::unordered_map<const Scope*, std::vector<Value*>> arguments;  // of the calls inlined; valid until a node goes
   // What dead code overwrites: TorchScript need not see that it is dead once other operators stand there.
   std::vector<Value*> overwritten_unused;
