@@ -39,7 +39,7 @@ constexpr size_t kMuchSmaller = 16;
 // One that is this many times smaller is held by the output, where nobody else may keep it (what is interpolated).
 constexpr size_t kSmaller = 4;
 
-// The first operands of a cheap layer (as_cheap_layer() and so on), which its own backward keeps.
+// The first operands of a cheap layer (as_cheap_layer() and so on), which its own backward keeps where they are leaves.
 constexpr size_t kFactors = 2;
 
 // Offers what the host's memory gives back. Once it is there it is held until the op's own backward.

@@ -53,10 +53,10 @@ void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Ma
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
            Rows rows = Rows::all, Form form = Form::any, MakeWithoutNorm without_norm = nullptr);
 
-// What a convolution or a linear layer gives offer(). Recompute::if_cheap, which the default level writes, lets it run
-// again where that is cheap (traits.h), from the input that it keeps for its weight's gradient, or that others keep.
-// That is a leaf, or not larger than the output, and not itself made again by such a layer: no two of them run again in
-// a row.
+// What a convolution, a linear layer or a product with one matrix gives offer(). Recompute::if_cheap, which the default
+// level writes, lets it run again where that is cheap (traits.h), from the input that it keeps for its weight's
+// gradient, or that others keep. That is a leaf, or not larger than the output, and neither it nor the weight is itself
+// made again by such a layer: no two of them run again in a row.
 struct LayerOffer {
   RecomputeArgument recompute;
   double flops;

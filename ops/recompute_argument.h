@@ -8,7 +8,7 @@ namespace tsmem {
 // off: the output is kept, and the op may leave its work to PyTorch's. keep: it is kept by the op, which may recompute
 // its input. shared: it is recomputed once for users that follow one another closely in backward. each_time: it is
 // recomputed by each of its users. if_cheap, of convolutions, linear layers, products and attention: recomputed where
-// it is cheap (traits.h, as_cheap_layer() and as_cheap_attention() in recompute.h say where), else off. offload:
+// it is cheap (traits.h, as_cheap_layer() and its like in recompute.h say where), else off. offload:
 // backward has it back from the host's memory; on the CPU it is kept.
 enum class Recompute { off, keep, shared, each_time, if_cheap, offload };
 

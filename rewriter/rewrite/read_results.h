@@ -16,9 +16,9 @@ struct Reader {
   size_t input = 0;
 };
 
-// By operator in place, in the order in which they run: all uses of its first argument when it has run. None of one
-// whose argument others may see otherwise: by another name, before it, where it does not run, in the next round of a
-// loop. `view`: as it was copied, no name of a value left out.
+// By operator in place, in the order in which they run: the uses of its first argument that come after it. An operator
+// has none where somebody else may see what it writes: by another name of the tensor, in code that may run without it,
+// in the next round of a loop. `view`: as it was copied, no name of a value left out.
 using Readers = std::vector<std::vector<Reader>>;
 Readers readers_of_overwritten(const View& view);
 
@@ -26,7 +26,8 @@ Readers readers_of_overwritten(const View& view);
 // is, whatever has been left out of it.
 void read_results(const View& view, const Readers& readers);
 
-// Makes just these uses, of a copy that has all of them, uses of the operators' results. False: it has not.
+// Makes just these uses uses of the operators' results. False: the copy has not all of them, as calls that they are in
+// were left as they are, say.
 bool read_results(const View& copy, const std::vector<Reader>& readers);
 
 }  // namespace tsmem
