@@ -3,6 +3,7 @@ import gc
 import itertools
 import weakref
 
+import allocator
 import pytest
 import torch
 import tsmem  # noqa: F401  loads the operators
@@ -354,6 +355,25 @@ def test_scores_are_made_again_where_that_is_cheap(f, features, needs, cheap):
     probabilities = 4 * 2 * 3 * 40 * 40
     dropped = live_bytes(lambda: f(q, k, v, 0)) - live_bytes(lambda: f(q, k, v, IF_CHEAP))
     assert abs(dropped - (probabilities if cheap else 0)) < probabilities / 4
+
+
+def test_probabilities_are_made_once():
+    """When the product with the values needs them, and held for softmax's backward: without the scores, so no more than PyTorch's is there."""
+    q, k, v = (torch.randn(1, 1, 300, 32, requires_grad=True) for _ in range(3))
+    probabilities = 4 * 300 * 300
+
+    def step(again):
+        scores_with_bias(q, k, v, again).sum().backward()
+
+    def scores_with_bias(q, k, v, again):
+        scores = ops.add(ops.mul(ops.matmul(q, k.transpose(-2, -1), again), torch.full((300, 300), 0.5), again and 1), torch.ones(300), 1, again and 1)
+        return ops.matmul(ops.softmax(scores, -1, None, again and 1), v)
+
+    for again in (0, IF_CHEAP, 0, IF_CHEAP):
+        step(again)
+    peaks = {again: allocator.most_held(lambda: step(again)) for again in (0, IF_CHEAP)}
+    assert peaks[IF_CHEAP] < peaks[0] + probabilities / 2
+    assert peaks[IF_CHEAP] < 4.2 * probabilities
 
 
 def test_scores_whose_factor_a_cheap_layer_makes_are_kept():
