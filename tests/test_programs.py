@@ -1117,6 +1117,33 @@ class NormBesideWhatIsSimplified(nn.Module):
         return F.relu(y) + y.narrow(0, 0, y.size(0))
 
 
+class NormThatIsOverwritten(nn.Module):
+    """TorchScript runs the norm in the first call. Where its code is inlined, to read the file folds constants, and drops the write that was its use."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y.mul_(0.5)
+        return self.conv(x)
+
+
+def test_a_norm_that_only_a_dead_write_uses(tmp_path):
+    torch.manual_seed(0)
+    torch.jit.script(NormThatIsOverwritten().double()).save(str(tmp_path / "original.pt"))
+    done = run("rewrite", tmp_path / "original.pt", "-o", tmp_path / "rewritten.pt")
+    assert done.returncode == 0, done.stderr
+    models = [torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("original", "rewritten")]
+    x = torch.randn(2, 4, 8, 8, dtype=torch.double, requires_grad=True)
+    for model in models:
+        model(x * 1).sum().backward()
+    assert models[0].norm.running_mean.abs().max() > 0
+    for ours, pytorchs in zip(*(m.buffers() for m in models), strict=True):
+        torch.testing.assert_close(ours, pytorchs)
+
+
 @pytest.mark.parametrize("options", [[], ["--level", "ops"], ["--only", "mul"], ["--only", "conv"]])
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("program", [NormForADeadBranch, NormForADeadWrite, NormBesideWhatIsSimplified])

@@ -43,6 +43,25 @@ static std::vector<Node*> unused_norms(Graph& graph, const BodyOf& body_of) {
   return unused;
 }
 
+// Others that nothing uses once the body has been written to a file and read: that folds constants, and where there
+// were any, TorchScript drops what only overwrites a tensor that nobody sees.
+static std::vector<Node*> unused_once_read(Graph& graph, const BodyOf& body_of, const std::vector<Node*>& unused_now) {
+  const auto norms = norms_of(graph);
+  if (norms.size() == unused_now.size()) return {};
+  Scopes scopes;
+  const View read = copy_graph(
+      graph, scopes, [](const Scope*) { return false; }, body_of, /*exact=*/true);
+  std::shared_ptr<Graph> copy = read.graph;
+  ConstantPropagationImmutableTypes(copy);
+  EliminateDeadCode(copy->block());
+  std::set<const Node*> used;
+  for (const Node* n : norms_of(*copy)) used.insert(read.places.at(n).node);
+  std::vector<Node*> unused;
+  for (Node* n : norms)
+    if (!used.count(n) && std::find(unused_now.begin(), unused_now.end(), n) == unused_now.end()) unused.push_back(n);
+  return unused;
+}
+
 // What the profiling executor does with a method's graph before its first call (runProfilingInsensitiveOptimizations in
 // torch/csrc/jit/runtime/profiling_graph_executor_impl.cpp).
 static void simplify_for_first_call(std::shared_ptr<Graph>& graph) {
@@ -203,8 +222,11 @@ bool put_unused_norms(const Graph& source, View& body, const BodyOf& body_of, co
         place != body.places.end() && !in_autocast(place->second) && lasting.count(way_in_method(place->second)))
       kept.insert(n);
   std::set<Node*> never;
-  if (const auto unused = unused_norms(*body.graph, body_of); !unused.empty()) {
+  const auto unused = unused_norms(*body.graph, body_of), once_read = unused_once_read(*body.graph, body_of, unused);
+  if (!unused.empty() || !once_read.empty()) {
     const auto run = run_by_torchscript(source, callee), run_in_body = run_by_torchscript(*body.graph, body_of);
+    for (Node* n : once_read)
+      if (run.count(way_of(body.places.at(n)))) kept.insert(n);
     for (Node* n : unused) {
       const Place& place = body.places.at(n);
       const bool runs = run.count(way_of(place)) > 0;
