@@ -216,7 +216,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   if (grad && (masked || smooth_ours))
     offer(
         out, {self}, [act](std::vector<Tensor>& from, const std::vector<bool>&) { return smooth_act(from[0], act); },
-        recompute, Pieces::no, 0, Rows::own);
+        recompute, Pieces::no, {}, Rows::own);
   return out;
 }
 

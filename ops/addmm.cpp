@@ -78,14 +78,14 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
   if (!ours) return product(self, a, b, by, dims == 3);
   const Tensor out = Product::apply(a, b, self, by);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
-  const LayerOffer offered =
-      dims == 2 ? as_cheap_layer(recompute, out, a, b, flops) : as_cheap_product(recompute, out, a, b, flops);
+  const LayerOffer offered = dims == 2 ? as_cheap_layer(recompute, out, a, b, value_or_undefined(self), flops)
+                                       : as_cheap_product(recompute, out, a, b, value_or_undefined(self), flops);
   offer(
       out, {a, b, value_or_undefined(self)},
       [by](std::vector<Tensor>& from, const std::vector<bool>&) {
         return product(optional(from[2]), from[0], from[1], by, from[0].dim() == 3);
       },
-      offered.recompute, Pieces::no, offered.flops);
+      offered.recompute, Pieces::no, offered.cost);
   return out;
 }
 

@@ -132,14 +132,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   const Tensor out = Attention::apply(q, k, v, args, again);
   if (!again) keeps_itself(out);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
-  offer(
-      out, {q, k, v, value_or_undefined(mask)},
-      [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
-        const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0});
-        if (const auto a = node.lock()) Again::put(a, made, logsumexp);
-        return made;
-      },
-      offered, Pieces::no, flops);
+  offer(out, {q, k, v, value_or_undefined(mask)},
+        [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
+          const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0});
+          if (const auto a = node.lock()) Again::put(a, made, logsumexp);
+          return made;
+        },
+        offered, Pieces::no, {flops, true});
   return out;
 }
 
@@ -206,11 +205,11 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
   std::vector<Tensor> factors = {a, b};
   const Tensor out = Matmul::apply(a, b, &factors);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
-  const LayerOffer offered =
-      b.dim() == 2 ? as_cheap_layer(recompute, out, a, b, flops) : as_cheap_product(recompute, out, a, b, flops);
+  const LayerOffer offered = b.dim() == 2 ? as_cheap_layer(recompute, out, a, b, {}, flops)
+                                          : as_cheap_product(recompute, out, a, b, {}, flops);
   offer(
       out, factors, [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1]); },
-      offered.recompute, Pieces::no, offered.flops);
+      offered.recompute, Pieces::no, offered.cost);
   return out;
 }
 

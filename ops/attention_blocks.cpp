@@ -181,14 +181,13 @@ Tensor attention_by_blocks(const Tensor& q, const Tensor& k, const Tensor& v, co
   Tensor bits;
   const Tensor out = Blocks::apply(q, k, v, args.mask, args, &bits);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
-  offer(
-      out, {q, k, v, value_or_undefined(args.mask), std::exchange(bits, Tensor())},
-      [causal = args.causal, scale = args.scale, dropout = args.dropout](std::vector<Tensor>& from,
-                                                                         const std::vector<bool>&) {
-        const AttentionArgs again{optional(from[3]), causal, scale, dropout};
-        return Scores(from[0], from[1], from[2], again, noise_again(from[4], from[0], from[1])).output();
-      },
-      recompute, Pieces::no, flops);
+  offer(out, {q, k, v, value_or_undefined(args.mask), std::exchange(bits, Tensor())},
+        [causal = args.causal, scale = args.scale, dropout = args.dropout](std::vector<Tensor>& from,
+                                                                           const std::vector<bool>&) {
+          const AttentionArgs again{optional(from[3]), causal, scale, dropout};
+          return Scores(from[0], from[1], from[2], again, noise_again(from[4], from[0], from[1])).output();
+        },
+        recompute, Pieces::no, {flops, true});
   return out;
 }
 

@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
                             : spare[0] ? optional(from[0])
                                        : OptTensor());
         },
-        recompute, Pieces::no, 0, Rows::all, act.kind == ActKind::relu && !other ? Form::norm_relu : Form::any);
+        recompute, Pieces::no, {}, Rows::all, act.kind == ActKind::relu && !other ? Form::norm_relu : Form::any);
     return stats ? std::make_tuple(out[0], out[1], out[2]) : std::make_tuple(out[0], Tensor(), Tensor());
   }
   auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, false);

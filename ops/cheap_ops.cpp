@@ -263,7 +263,7 @@ struct Kernel : c10::OperatorKernel {
           call->op->overwriting->callBoxed(&stack);
           return stack[0].toTensor();
         },
-        recompute, op->pieces() ? Pieces::yes : Pieces::no, 0, by_row(out, tensors) ? Rows::own : Rows::all);
+        recompute, op->pieces() ? Pieces::yes : Pieces::no, {}, by_row(out, tensors) ? Rows::own : Rows::all);
   }
 
   // Operands that are broadcast otherwise would not fit a few of the rows.

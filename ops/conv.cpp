@@ -250,7 +250,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
   const double flops = 2.0 * static_cast<double>(per_weight.numel()) * static_cast<double>(weight.numel()) /
                        static_cast<double>(std::max<int64_t>(1, weight.size(0)));
   const bool depthwise = args.groups > 1 && args.groups == input.size(1);
-  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops, depthwise);
+  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, value_or_undefined(b), flops, depthwise);
   MakeWithoutNorm without_norm;
   const auto may_take = [](const Tensor& like, IntArrayRef sizes, IntArrayRef strides, IntArrayRef weight_sizes,
                            const ConvArgs& args) {
@@ -272,7 +272,7 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
                                      args.output_padding, args.groups);
             });
       },
-      offered.recompute, Pieces::no, offered.flops, Rows::all, Form::any, std::move(without_norm));
+      offered.recompute, Pieces::no, offered.cost, Rows::all, Form::any, std::move(without_norm));
   return batched ? out : out.squeeze(0);
 }
 

@@ -101,7 +101,7 @@ Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
       [n](std::vector<Tensor>& from, const std::vector<bool>&) {
         return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
       },
-      recompute, Pieces::no, 0, n.groups == 0 && n.shape.size() == 1 ? Rows::own : Rows::all);
+      recompute, Pieces::no, {}, n.groups == 0 && n.shape.size() == 1 ? Rows::own : Rows::all);
   return out;
 }
 

@@ -68,13 +68,13 @@ Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int
   if (!ours) return at::linear(input, weight, bias);
   const Tensor out = Linear::apply(input, weight, b);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(weight.size(1));
-  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, flops);
+  const LayerOffer offered = as_cheap_layer(recompute, out, input, weight, value_or_undefined(b), flops);
   offer(
       out, {input, weight, value_or_undefined(b)},
       [](std::vector<Tensor>& from, const std::vector<bool>&) {
         return linear_of_rows(from[0], from[1], optional(from[2]));
       },
-      offered.recompute, Pieces::no, offered.flops);
+      offered.recompute, Pieces::no, offered.cost);
   return out;
 }
 

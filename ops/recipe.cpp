@@ -160,7 +160,7 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   view->depth = known->recipe->depth;
   view->expensive_depth = known->recipe->expensive_depth;
   view->view = true;
-  view->runs_layer = known->recipe->runs_layer;
+  view->layers = known->recipe->layers;
   view->strides = c10::DimVector(t.strides());
   view->stream = known->recipe->stream;
   view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),

@@ -26,7 +26,7 @@ struct Recipe {
   bool expensive = false;   // made once in a pass of backward
   bool view = false;        // of the only source
   bool layer = false;       // a cheap layer's (Recompute::if_cheap)
-  bool runs_layer = false;  // it is, or something that it is made from
+  double layers = 0;        // the operations of the cheap layers that it is made by, itself included
   Rows rows = Rows::all;
   Form form = Form::any;
   MakeWithoutNorm without_norm;       // or none

@@ -57,11 +57,11 @@ static void offer_back(const Tensor& output) {
 }
 
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
-           Pieces pieces, double flops, Rows rows, Form form, MakeWithoutNorm without_norm) {
+           Pieces pieces, Cost cost, Rows rows, Form form, MakeWithoutNorm without_norm) {
   const auto& node = output.grad_fn();
   if (!recompute.offered() || !node || output.output_nr() != 0 || bytes_of(output) < kSmall || hooks_active()) return;
   if (Journal* now = noting()) {
-    const int value = note(now, output, operands, make, recompute.site, flops);
+    const int value = note(now, output, operands, make, recompute.site, cost.expensive ? cost.flops : 0);
     update_known(node, [&](OutputRecord& k) { k.value = value; });
   }
   if (recompute.how == Recompute::offload) return offer_back(output);
@@ -71,9 +71,10 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   recipe->pieces = pieces;
   recipe->form = form;
   recipe->without_norm = std::move(without_norm);
-  recipe->expensive = flops > 0;
+  recipe->expensive = cost.expensive;
   recipe->shared = !recipe->expensive && recompute.how != Recompute::each_time;
-  recipe->layer = recipe->runs_layer = recompute.how == Recompute::if_cheap;
+  recipe->layer = recompute.how == Recompute::if_cheap;
+  if (recipe->layer) recipe->layers = cost.flops;
   recipe->stream = stream_of(output);
   recipe->strides = c10::DimVector(output.strides());
   // Sums over blocks of rows are rounded to the dtype after each.
@@ -95,7 +96,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         for (const Tensor& l : leaves)
           if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
-        recipe->runs_layer |= s.recipe->runs_layer;
+        recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
         s.tensor.emplace(t.getIntrusivePtr());
@@ -113,28 +114,31 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   hold(output, std::move(held));
 }
 
-// Whether t is made again by another layer.
-static bool runs_layer(const Tensor& t) {
+// The operations of the cheap layers by which t is made again; 0: there are none, or it is kept.
+static double layers_of(const Tensor& t) {
+  if (!t.defined()) return 0;
   std::vector<Tensor> leaves;
   const RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves);
-  return recipe && recipe->runs_layer;
+  return recipe ? recipe->layers : 0;
 }
 
 LayerOffer as_cheap_layer(RecomputeArgument recompute, const Tensor& output, const Tensor& input, const Tensor& weight,
-                          double flops, bool depthwise) {
-  if (recompute.how != Recompute::if_cheap) return {recompute, flops};
-  const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel()), depthwise) &&
-                     (weight.requires_grad() || costs_nothing(input)) && !runs_layer(weight) &&
-                     (input.is_leaf() || (output.numel() >= input.numel() && !runs_layer(input)));
-  return {cheap ? Recompute::if_cheap : Recompute::off, 0};
+                          const Tensor& other, double flops, bool depthwise) {
+  if (recompute.how != Recompute::if_cheap) return {recompute, {flops, true}};
+  const double operations = as_in_a_product(flops, depthwise);
+  const bool cheap = is_cheap_layer(operations / static_cast<double>(output.numel())) &&
+                     (weight.requires_grad() || costs_nothing(input)) &&
+                     (input.is_leaf() || output.numel() >= input.numel()) &&
+                     is_cheap_after(layers_of(input) + layers_of(weight) + layers_of(other), operations);
+  return {cheap ? Recompute::if_cheap : Recompute::off, {operations}};
 }
 
 LayerOffer as_cheap_product(RecomputeArgument recompute, const Tensor& output, const Tensor& a, const Tensor& b,
-                            double flops) {
-  if (recompute.how != Recompute::if_cheap) return {recompute, flops};
-  const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel()), false) && a.requires_grad() &&
-                     b.requires_grad() && !runs_layer(a) && !runs_layer(b);
-  return {cheap ? Recompute::if_cheap : Recompute::off, 0};
+                            const Tensor& other, double flops) {
+  if (recompute.how != Recompute::if_cheap) return {recompute, {flops, true}};
+  const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel())) && a.requires_grad() &&
+                     b.requires_grad() && layers_of(a) + layers_of(b) + layers_of(other) == 0;
+  return {cheap ? Recompute::if_cheap : Recompute::off, {flops}};
 }
 
 RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const Tensor& query, const Tensor& key,
@@ -142,7 +146,7 @@ RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const Tensor& 
   if (recompute.how != Recompute::if_cheap) return recompute;
   const bool cheap = is_cheap_attention(static_cast<double>(key.size(2)),
                                         static_cast<double>(value.size(1) * value.size(3)), causal) &&
-                     !runs_layer(query) && !runs_layer(key) && !runs_layer(value);
+                     layers_of(query) + layers_of(key) + layers_of(value) == 0;
   return cheap ? Recompute::if_cheap : Recompute::off;
 }
 

@@ -34,8 +34,7 @@ enum class Pieces { no, yes };
 // Pieces::yes: the output is the operands put together (cat), so that keeping them instead of it never costs memory;
 // they are held while the output lives, or until somebody keeps it.
 //
-// flops: not 0 for an expensive op (a convolution). Its output is made once in a pass of backward, when it is first
-// needed, and held until the op's own backward.
+// cost: of an op that is expensive (a convolution), or a layer that is cheap.
 //
 // Rows::own: a row of the output (the last dimension) depends on the same row of the operands of its size, and on
 // operands of other sizes: make() takes any number of rows.
@@ -46,27 +45,33 @@ enum class Pieces { no, yes };
 // without_norm: makes the output without its first operand, whose form is norm_relu: from that one's operands, followed
 // by the others. operands() makes these, none where the first operand is held, and is called where a kernel may take
 // them alone. Undefined where no kernel does.
+struct Cost {
+  double flops = 0;  // operations, as a product of matrices does them
+  // The output is made once in a pass of backward, when it is first needed, and held until the op's own backward.
+  bool expensive = false;
+};
 enum class Rows { all, own };
 enum class Form { any, norm_relu };
 using MakeWithoutNorm = std::function<at::Tensor(const std::function<std::vector<at::Tensor>()>& operands)>;
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make,
-           RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, double flops = 0,
+           RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, Cost cost = {},
            Rows rows = Rows::all, Form form = Form::any, MakeWithoutNorm without_norm = nullptr);
 
 // What a convolution, a linear layer or a product with one matrix gives offer(). Recompute::if_cheap, which the default
 // level writes, lets it run again where that is cheap (traits.h), from the input that it keeps for its weight's
-// gradient, or that others keep. That is a leaf, or not larger than the output, and neither it nor the weight is itself
-// made again by such a layer: no two of them run again in a row.
+// gradient, or that others keep. That is a leaf, or not larger than the output, and the layers by which it and the
+// weight are themselves made again take at most half of this one's operations.
 struct LayerOffer {
   RecomputeArgument recompute;
-  double flops;
+  Cost cost;
 };
+// other: what else it reads (the sum's first term, of a product that is added to one), or undefined.
 LayerOffer as_cheap_layer(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& input,
-                          const at::Tensor& weight, double flops, bool depthwise = false);
+                          const at::Tensor& weight, const at::Tensor& other, double flops, bool depthwise = false);
 
 // The same of a product of two batches of matrices, each of which the other one's gradient needs: both are kept anyway.
 LayerOffer as_cheap_product(RecomputeArgument recompute, const at::Tensor& output, const at::Tensor& a,
-                            const at::Tensor& b, double flops);
+                            const at::Tensor& b, const at::Tensor& other, double flops);
 
 // The same of attention, of which query (batches, heads, rows, features of a head), key and value are kept anyway.
 RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const at::Tensor& query, const at::Tensor& key,

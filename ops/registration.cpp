@@ -29,8 +29,10 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_copies(m);
   register_cross_entropy(m);
   register_dropout(m);
+  register_einsum(m);
   register_fourier(m);
   register_glu(m);
+  register_grouped_mm(m);
   register_instance_norm_act(m);
   register_keep(m);
   register_layer_norm(m);

@@ -124,7 +124,7 @@ Tensor rms_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight,
       [columns, added](std::vector<Tensor>& from, const std::vector<bool>&) {
         return forward_of(from[0], optional(from[1]), columns, added).first;
       },
-      recompute, Pieces::no, 0, shape.size() == 1 ? Rows::own : Rows::all);
+      recompute, Pieces::no, {}, shape.size() == 1 ? Rows::own : Rows::all);
   return out;
 }
 

@@ -14,6 +14,7 @@ struct OperatorTraits {
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::_convolution", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::_grouped_mm", .expensive = true},
     {.name = "tsmem::addmm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::autocast", .calls_method = true},
     {.name = "tsmem::baddbmm", .expensive = true, .may_be_cheap = true},
@@ -26,6 +27,7 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::conv_transpose1d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv_transpose2d", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::conv_transpose3d", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::einsum", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::linear", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::matmul", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::mm", .expensive = true, .may_be_cheap = true},
@@ -35,8 +37,13 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
 // Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 96 features
 // or channels with 1x1 filters, of 10 with 3x3, and a depthwise one (as many groups as channels) of 3x3, which is no
 // product of matrices and takes up to eight times as long. operations: of an element of its output, two for each of the
-// weight's elements that it meets.
-constexpr bool is_cheap_layer(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1) <= 192; }
+// weight's elements that it meets, as a product does them.
+constexpr bool is_cheap_layer(double operations) { return operations <= 192; }
+constexpr double as_in_a_product(double operations, bool depthwise) { return operations * (depthwise ? 8 : 1); }
+
+// Whether such a layer may run again where others, of so many operations, have to run for its input: an MLP's first one
+// behind attention's last.
+constexpr bool is_cheap_after(double others, double operations) { return 2 * others <= operations; }
 
 // Whether attention takes so little of a transformer's time that backward may run it again. features: of all heads
 // together. An element of its output takes two products a key, and the linear layers beside it, forward and backward,

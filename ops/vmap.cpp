@@ -42,6 +42,7 @@ void register_vmap(torch::Library& m) {
 
                            "_convolution",
                            "_convolution.deprecated",
+                           "_grouped_mm",
                            "conv1d",
                            "conv1d.padding",
                            "conv2d",
@@ -55,6 +56,7 @@ void register_vmap(torch::Library& m) {
                            "conv_transpose2d.input",
                            "conv_transpose3d.input",
                            "cross_entropy_loss",
+                           "einsum",
                            "fft_fft",
                            "fft_rfft",
                            "fft_rfft2",

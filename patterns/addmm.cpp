@@ -7,11 +7,12 @@ namespace tsmem {
 // kept.
 Pattern addmm() {
   return {.name = "addmm",
-          .algebra = "z = a b, or beta s + alpha a b: mm, bmm, addmm, baddbmm",
+          .algebra = "z = a b, or beta s + alpha a b: mm, bmm, addmm, baddbmm, grouped_mm",
           .keeps = "before: a, b; after: what a and b are made from (each only if the other's gradient is needed)",
           .conditions = "none",
           .for_regions = true,
-          .rules = {same_schema("addmm", 5), same_schema("baddbmm", 5), same_schema("mm", 2), same_schema("bmm", 2)}};
+          .rules = {same_schema("addmm", 5), same_schema("baddbmm", 5), same_schema("mm", 2), same_schema("bmm", 2),
+                    same_schema("_grouped_mm", 5)}};
 }
 
 }  // namespace tsmem

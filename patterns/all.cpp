@@ -27,6 +27,7 @@ const std::vector<Pattern>& all_patterns() {
       linear_cross_entropy(),
       linear(),
       addmm(),
+      einsum(),
       layer_norm(),
       rms_norm(),
       cat(),

@@ -23,6 +23,7 @@ Pattern smooth_activation();
 Pattern linear();
 Pattern linear_cross_entropy();
 Pattern addmm();
+Pattern einsum();
 Pattern composed_activation();
 Pattern layer_norm();
 Pattern rms_norm();

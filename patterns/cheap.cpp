@@ -24,11 +24,12 @@ Rule rule(const CheapOp& op) {
 const std::set<std::string>& recomputed_operators() {
   static const std::set<std::string> names = [] {
     std::set<std::string> all = {
-        "batch_norm", "act",     "mul",        "add",       "dropout", "layer_norm", "group_norm", "instance_norm",
-        "max_pool2d", "cat",     "permute",    "softmax",   "matmul",  "roll",       "transpose",  "view",
-        "reshape",    "linear",  "contiguous", "unsqueeze", "slice",   "chunk",      "split",      "unbind",
-        "expand",     "flatten", "select",     "squeeze",   "mean",    "sum",        "addmm",      "mm",
-        "bmm",        "baddbmm", "rms_norm",   "parameter", "prelu",   "glu",        "rrelu"};
+        "batch_norm",    "act",        "mul",     "add",     "dropout",     "layer_norm", "group_norm",
+        "instance_norm", "max_pool2d", "cat",     "permute", "softmax",     "matmul",     "roll",
+        "transpose",     "view",       "reshape", "linear",  "contiguous",  "unsqueeze",  "slice",
+        "chunk",         "split",      "unbind",  "expand",  "flatten",     "select",     "squeeze",
+        "mean",          "sum",        "addmm",   "mm",      "bmm",         "baddbmm",    "rms_norm",
+        "parameter",     "prelu",      "glu",     "rrelu",   "_grouped_mm", "einsum"};
     for (const CheapOp& op : kCheapOps) all.insert(canonical_name(op));
     return all;
   }();

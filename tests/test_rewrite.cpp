@@ -1480,6 +1480,25 @@ TEST(Rewrite, ProductsOfMatricesInEverySpelling) {
   }
 }
 
+TEST(Rewrite, Einsum) {
+  for (const char* spelling : {"torch.einsum('ij,jk->ik', [x, w])", "torch.einsum('...j,jk', [x, w])",
+                               "torch.einsum('ij,jk,ik->i', [x, w, x @ w])", "torch.einsum('ij,ij->', [x, x])",
+                               "torch.einsum('ij->ji', [x])", "torch.einsum('ij,kl->jl', [x, w])"}) {
+    SCOPED_TRACE(spelling);
+    Module m = module("Net");
+    m.register_parameter("w", at::randn({5, 3}), false);
+    m.define(fmt::format("def forward(self, x):\n    w = self.w\n    return {}\n", spelling));
+    Module original = reload(m);
+    RewriteOptions o;
+    o.level = tsmem::Level::regions;
+    EXPECT_TRUE(matched(rewrite(m, o), "einsum"));
+    FileCheck().check("tsmem::einsum")->run(graph(m));
+    expect_same_numbers(original, m, {at::randn({4, 5})});
+    o.level = tsmem::Level::ops;  // what is gained is what others make again
+    EXPECT_FALSE(matched(rewrite(original, o), "einsum"));
+  }
+}
+
 TEST(Rewrite, EverySpellingOfAComposedActivation) {
   for (const char* spelling :
        {"y * torch.sigmoid(y)", "y.sigmoid() * y", "y * torch.hardtanh(y + 3, 0, 6) / 6",

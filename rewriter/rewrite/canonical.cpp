@@ -175,6 +175,7 @@ bool makes_fresh_tensor(const Node* n) {
                                               "bmm",
                                               "addmm",
                                               "baddbmm",
+                                              "_grouped_mm",
                                               "add",
                                               "sub",
                                               "mul",

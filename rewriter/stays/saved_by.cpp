@@ -12,6 +12,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
   static const std::vector<SavedByRow> rows = {
       // Products.
       {"aten::_convolution", "input:weight weight:input"},
+      {"aten::_grouped_mm", "self:mat2 mat2:self"},
       {"aten::addbmm", "batch1:batch2 batch2:batch1"},
       {"aten::addmm", "mat1:mat2 mat2:mat1"},
       {"aten::addmv", "mat:vec vec:mat"},

@@ -250,24 +250,24 @@ class GraphAccount {
     return product;
   }
 
-  // A convolution's or linear layer's work, as is_cheap_layer() takes it, and how much larger its output is than its
-  // input, without what padding adds; nothing where that can't be told.
+  // A convolution's or linear layer's work for an element of its output, as is_cheap_layer() takes it, and how much
+  // larger its output is than its input, without what padding adds; nothing where that can't be told.
   struct Work {
     double operations;
-    bool depthwise;
     double growth;
   };
 
-  static std::optional<Work> work_of(const Node* n, const at::Tensor& weight) {
+  std::optional<Work> work_of(const Node* n) const {
+    const at::Tensor weight = weight_of(n);
     const auto constant = [&](const char* name) -> std::optional<c10::IValue> {
       const auto index = n->schema().argumentIndexWithName(name);
       return index ? toIValue(n->input(*index)) : std::nullopt;
     };
-    if (weight.dim() < 2 || weight.numel() == 0) return std::nullopt;
+    if (!weight.defined() || weight.dim() < 2 || weight.numel() == 0) return std::nullopt;
     const auto all = 2 * static_cast<double>(weight.numel());
     const auto first = static_cast<double>(weight.size(0));
     if (!n->schema().argumentIndexWithName("stride"))
-      return Work{all / first, false, first / static_cast<double>(weight.size(1))};
+      return Work{all / first, first / static_cast<double>(weight.size(1))};
     const auto steps = product_of(n->input(*n->schema().argumentIndexWithName("stride")));
     const auto groups = constant("groups");
     if (!steps || !groups) return std::nullopt;
@@ -275,23 +275,26 @@ class GraphAccount {
     const bool grouped = groups->toInt() > 1;
     const auto transposed = constant("transposed");
     if (transposed ? !transposed->toBool() : !n->schema().argumentIndexWithName("output_padding"))
-      return Work{all / first, grouped && weight.size(1) == 1, first / second / *steps};
-    return Work{all / second / *steps, grouped && weight.size(0) == groups->toInt(), second * *steps / first};
+      return Work{as_in_a_product(all / first, grouped && weight.size(1) == 1), first / second / *steps};
+    return Work{as_in_a_product(all / second / *steps, grouped && weight.size(0) == groups->toInt()),
+                second * *steps / first};
   }
 
-  // Whether what backward makes v again from has a layer that runs again.
-  bool runs_layer(const Value* v) {
-    if (const auto known = runs_layer_.find(v); known != runs_layer_.end()) return known->second;
-    runs_layer_[v] = false;  // a loop's values go round
-    const auto values = made(v);
-    const bool runs = std::any_of(values.begin(), values.end(), [&](const Value* value) {
+  // The operations, for an element of v, of the layers that run again for it.
+  double layers_of(const Value* v) {
+    if (const auto known = layers_.find(v); known != layers_.end()) return known->second;
+    layers_[v] = 0;  // a loop's values go round
+    double most = 0;
+    for (const Value* value : made(v)) {
       const Node* maker = value->node();
-      if (!recomputed(maker)) return false;
-      return traits_of(maker->kind().toQualString()).may_be_cheap ||
-             std::any_of(maker->inputs().begin(), maker->inputs().end(),
-                         [&](const Value* in) { return holds_tensors(in->type()) && runs_layer(in); });
-    });
-    return runs_layer_[v] = runs;
+      if (!recomputed(maker)) continue;
+      const auto work = traits_of(maker->kind().toQualString()).may_be_cheap ? work_of(maker) : std::nullopt;
+      double all = work ? work->operations : 0;
+      for (const Value* in : maker->inputs())
+        if (holds_tensors(in->type())) all += layers_of(in) / (work ? work->growth : 1);
+      most = std::max(most, all);
+    }
+    return layers_[v] = most;
   }
 
   bool made_again(const Value* v) {
@@ -329,12 +332,12 @@ class GraphAccount {
   // As as_cheap_layer() in ops/recompute.cpp decides when it runs. Not attention: graphs have no sizes.
   bool is_cheap(const Node* n) {
     if (const auto known = cheap_.find(n); known != cheap_.end()) return known->second;
-    const at::Tensor weight = weight_of(n);
-    const auto work = weight.defined() ? work_of(n, weight) : std::nullopt;
+    const auto work = work_of(n);
     const Value* input = n->input(0);
-    const bool keeps_input = work && (weight.requires_grad() || made_again(input));
-    const bool cheap = keeps_input && !is_of_means(input) && is_cheap_layer(work->operations, work->depthwise) &&
-                       (is_leaf(input) || (work->growth >= 1 && !runs_layer(input)));
+    const bool keeps_input = work && (weight_of(n).requires_grad() || made_again(input));
+    const bool cheap = keeps_input && !is_of_means(input) && is_cheap_layer(work->operations) &&
+                       (is_leaf(input) || work->growth >= 1) &&
+                       is_cheap_after(layers_of(input) / work->growth, work->operations);
     return cheap_[n] = cheap;
   }
 
@@ -357,7 +360,8 @@ class GraphAccount {
   }
 
   std::unordered_set<const Value*> counted_;
-  std::unordered_map<const Value*, bool> runs_layer_, of_means_;
+  std::unordered_map<const Value*, double> layers_;
+  std::unordered_map<const Value*, bool> of_means_;
   std::unordered_map<const Node*, bool> cheap_;
 };
 

@@ -1199,17 +1199,57 @@ def test_a_frozen_layer_runs_again_from_what_others_keep():
     assert_equal(*(torch.autograd.grad(run(r).square().sum(), x) for r in (CHEAP, 0)))
 
 
-def test_no_two_layers_in_a_row_run_again():
+@pytest.mark.parametrize("channels, again", [(16, True), (48, False)])
+def test_a_depthwise_layer_behind_a_wide_one(channels, again):
+    """MobileNet's block: both run again where the first takes half the time of the second at most, else the first alone."""
     torch.manual_seed(0)
-    x, w, depthwise = torch.randn(4, 16, 16, 16), torch.randn(64, 16, 1, 1, requires_grad=True), torch.randn(64, 1, 3, 3, requires_grad=True)
+    x, w, depthwise = torch.randn(4, channels, 16, 16), torch.randn(64, channels, 1, 1, requires_grad=True), torch.randn(64, 1, 3, 3, requires_grad=True)
 
     def run(r):
         wide = ops.act(ops.conv2d(x, w, None, [1, 1], [0, 0], [1, 1], 1, r), "relu", [], 1)
         return ops.act(ops.conv2d(wide, depthwise, None, [1, 1], [1, 1], [1, 1], 64, r), "silu", [], 1)
 
     one = run(0).nbytes
-    assert one <= bytes_left(lambda: [run(CHEAP)]) < 1.25 * one
+    left = bytes_left(lambda: [run(CHEAP)])
+    assert left < one / 2 if again else one <= left < 1.25 * one
     assert_equal(*(torch.autograd.grad(run(r).square().sum(), (w, depthwise)) for r in (CHEAP, 0)))
+
+
+@pytest.mark.parametrize("wide, again", [(128, True), (64, False)])
+def test_a_wider_layer_runs_again_behind_a_narrow_one(wide, again):
+    """An MLP's first layer behind attention's last: what runs before it takes half of its time at most."""
+    torch.manual_seed(0)
+    x, narrow, wider = torch.randn(256, 64), torch.randn(64, 64) / 8, torch.randn(wide, 64) / 8
+    scale = torch.ones(64)
+    for t in (x, narrow, wider, scale):
+        t.requires_grad_()
+
+    def run(r):
+        y = ops.layer_norm(ops.add(ops.linear(ops.act(x, "silu", [], 1), narrow, None, r), x, 1, 1), [64], scale, None, 1e-5, True, 1)
+        return ops.act(ops.act(ops.linear(y, wider, None, r), "silu", [], 1), "gelu", [], 1)
+
+    assert (bytes_left(lambda: [run(CHEAP)]) < run(0).nbytes / 2) == again
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), (x, narrow, wider, scale)) for r in (CHEAP, 0)))
+
+
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_products_that_are_added_to_one_another_run_again_one_at_a_time(name):
+    """The first term of the sum is made again too, so it counts as what the product is made from."""
+    torch.manual_seed(0)
+    lead = () if name == "addmm" else (2,)
+    a, b = torch.randn(*lead, 64, 32, requires_grad=True), torch.randn(*lead, 32, 64, requires_grad=True)
+
+    def run(r):
+        total = torch.zeros(64)
+        for _ in range(4):
+            total = getattr(ops, name)(total, a, b, 1, 1, r)
+        return ops.act(total, "gelu", [], 1).square().sum()
+
+    out = run(CHEAP)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        out.backward()
+    assert sum(e.count for e in seen.key_averages() if e.key == f"aten::{name}") <= 1
+    assert_equal(*(torch.autograd.grad(run(r), (a, b)) for r in (CHEAP, 0)))
 
 
 def convolutions_in_backward(run):

@@ -1,0 +1,157 @@
+"""einsum: against PyTorch's own, bit for bit, and what it keeps."""
+import itertools
+
+import pytest
+import torch
+from op_checks import DTYPES, assert_equal, calls, live_bytes, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def ours(*given, **named):
+    return torch.ops.tsmem.einsum(*given, **named)
+
+
+pytorch = torch.ops.aten.einsum
+
+EQUATIONS = {
+    "bhid,bhjd->bhij": ((2, 3, 5, 4), (2, 3, 7, 4)),
+    "bihd,bjhd->bhij": ((2, 5, 3, 4), (2, 7, 3, 4)),
+    "bhij,bjhd->bihd": ((2, 3, 5, 7), (2, 7, 3, 4)),
+    "b h i d, b j d -> b h i j": ((2, 3, 5, 4), (2, 7, 4)),
+    "ij,jk": ((5, 4), (4, 6)),
+    "ji,ki": ((5, 4), (6, 4)),
+    "i,j->ij": ((5,), (4,)),
+    "i,j->ji": ((5,), (4,)),
+    "i,i->": ((5,), (5,)),
+    "ij,ij->i": ((5, 4), (5, 4)),
+    "ijk,ijk->": ((2, 3, 4), (2, 3, 4)),
+    "...ij,...jk->...ik": ((2, 3, 5, 4), (3, 4, 6)),
+    "...i,...i->...": ((2, 1, 3), (1, 4, 3)),
+    "i...,j...->...ij": ((5, 2, 3), (4, 3)),
+    "...ij,jk": ((2, 5, 4), (4, 6)),
+    "bij,kj->ikb": ((2, 5, 4), (6, 4)),
+    "bci,co->boi": ((2, 3, 4), (3, 6)),
+    "ij,kl->kj": ((5, 4), (6, 3)),  # i and l are summed alone
+    "ij,jk->ik sized 1": ((5, 1), (4, 6)),
+    "bi,bi->b sized 1": ((1, 4), (3, 4)),
+    "bclhn,bcshn,bhcls,bcshp->bclhp": ((2, 2, 3, 2, 4), (2, 2, 5, 2, 4), (2, 2, 2, 3, 5), (2, 2, 5, 2, 3)),
+    "ij,jk,kl->il": ((3, 4), (4, 5), (5, 6)),
+    "a,b,c->cab": ((3,), (4,), (5,)),
+    "aB,Bc->ca": ((3, 4), (4, 5)),
+}
+
+
+def operands(equation, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in EQUATIONS[equation]]
+
+
+def written(equation):
+    return equation.removesuffix(" sized 1")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_equals_pytorch(equation, dtype):
+    inputs = operands(equation, dtype)
+    for laid_out in (lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+        for needs in itertools.product((False, True), repeat=len(inputs)):
+            given = [laid_out(t).detach().requires_grad_(n) for t, n in zip(inputs, needs)]
+            want = run(lambda *t: pytorch(written(equation), t), *given)
+            for again in (0, 1, 2, 3, -1):
+                got = run(lambda *t: ours(written(equation), t, recompute=again), *given)
+                assert_equal(got, want)
+                assert [t.stride() for t in got] == [t.stride() for t in want]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_derivatives(equation):
+    inputs = [t.requires_grad_() for t in operands(equation)]
+    f = lambda *t: ours(written(equation), t)  # noqa: E731
+    assert torch.autograd.gradcheck(f, inputs)
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("path", [[0, 1, 0, 1, 0, 1], [2, 3, 0, 1, 1, 0], [3, 0, 2, 0, 0, 1], [1, 3, 1, 2, 0, 1]])
+def test_an_order_of_pairs(path):
+    equation = "bclhn,bcshn,bhcls,bcshp->bclhp"
+    inputs = [t.requires_grad_() for t in operands(equation)]
+    for again in (0, 1, 3):
+        assert_equal(run(lambda *t: ours(equation, t, path, again), *inputs), run(lambda *t: pytorch(equation, t, path=path), *inputs))
+
+
+@pytest.mark.parametrize("equation, sizes", [
+    ("ij,jk->ik", ((5, 4), (3, 6))), ("ij,jk->iz", ((5, 4), (4, 6))), ("ij,jk->ii", ((5, 4), (4, 6))), ("ij", ((5, 4), (4, 6))),
+    ("ij,jk,kl->il", ((5, 4), (4, 6))), ("ij,j.k->ik", ((5, 4), (4, 6))), ("i1,1k->ik", ((5, 4), (4, 6))), ("ijk,jk->ik", ((5, 4), (4, 6))),
+    ("....,jk->k", ((5, 4), (4, 6))), ("i...j...,jk->k", ((5, 4), (4, 6))), ("", ()), ("ij,jk->->ik", ((5, 4), (4, 6))), ("ij,jk-ik", ((5, 4), (4, 6))),
+])
+def test_errors_are_pytorchs(equation, sizes):
+    inputs = [torch.randn(*s).requires_grad_() for s in sizes]
+    with pytest.raises(Exception) as theirs:
+        pytorch(equation, inputs)
+    with pytest.raises(theirs.type) as own:
+        ours(equation, inputs)
+    assert str(own.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("path", [[0, 0], [0, 2], [0], [-1, 0], []])
+def test_a_wrong_path_is_pytorchs(path):
+    inputs = [torch.randn(5, 4).requires_grad_(), torch.randn(4, 6)]
+    if len(path) < 2:
+        return  # PyTorch reads beyond its end: nothing to compare
+    with pytest.raises(RuntimeError, match="invalid contraction"):
+        ours("ij,jk->ik", inputs, path)
+
+
+@pytest.mark.parametrize("equation, sizes", [
+    ("ii->i", ((4, 4),)), ("ij->ji", ((5, 4),)), ("ij->", ((5, 4),)), ("iij,jk->ik", ((4, 4, 3), (3, 5))), ("ij,jk->ik", ((0, 4), (4, 6))), ("ij,jk->ik", ((5, 0), (0, 6))),
+])
+def test_what_is_pytorchs(equation, sizes):
+    inputs = [torch.randn(*s, dtype=torch.float64).requires_grad_() for s in sizes]
+    assert_equal(run(lambda *t: ours(equation, t, recompute=1), *inputs), run(lambda *t: pytorch(equation, t), *inputs))
+    whole = [t.detach().mul(3).long() for t in inputs]
+    assert_equal([ours(equation, whole)], [pytorch(equation, whole)])
+
+
+def attention(x, weight, again):
+    """As repositories spell it: heads from one product, scores and their sum by einsum."""
+    o = torch.ops.tsmem
+    q, k, v = (t.unflatten(-1, (4, 16)) for t in o.linear(o.act(x, "silu", [], min(again, 1)), weight).chunk(3, -1))
+    shares = o.softmax(o.mul(o.einsum("bihd,bjhd->bhij", [q, k], None, again), torch.tensor(0.25, dtype=x.dtype), min(again, 1)), -1, None, min(again, 1))
+    return o.einsum("bhij,bjhd->bihd", [shares, v], None, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_factors_that_are_recomputed(dtype):
+    """Scores and probabilities are made again from query and key, which take more than a cheap layer."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 64, 128, dtype=dtype, requires_grad=True), torch.randn(192, 128, dtype=dtype).div(11).requires_grad_()
+    got, want = (run(lambda *t: attention(*t, again), x, weight) for again in (3, 0))
+    assert_equal(got, want)
+    left = [live_bytes(lambda: attention(x, weight, again)) for again in (0, 3)]
+    scores = 2 * 4 * 64 * 64 * x.element_size()
+    assert left[1] <= left[0] - scores, (left, scores)
+
+
+@pytest.mark.parametrize("equation", ["bhid,bhjd->bhij", "ij,jk,kl->il"])
+def test_scripted_and_autocast(equation):
+    inputs = [t.requires_grad_() for t in operands(equation)]
+    names = ", ".join("abc"[: len(inputs)])
+    scripted = torch.jit.CompilationUnit(f"def f({names}):\n    return torch.ops.tsmem.einsum('{equation}', [{names}], recompute=1) * 2\n").f
+    scripted_pytorch = torch.jit.CompilationUnit(f"def f({names}):\n    return torch.einsum('{equation}', [{names}]) * 2\n").f
+    for got in calls(lambda x: scripted(x, *inputs[1:]), inputs[0]):
+        assert_equal(got, run(lambda x: scripted_pytorch(x, *inputs[1:]), inputs[0]))
+    inputs = [t.float().detach().requires_grad_() for t in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for f, g in ((scripted, scripted_pytorch), (lambda *t: ours(equation, t), lambda *t: pytorch(equation, t))):
+            for _ in range(3):
+                assert_equal(run(f, *inputs), run(g, *inputs))
+
+
+def test_meta_and_vmap():
+    a, b = (t.to("meta").requires_grad_() for t in operands("bhid,bhjd->bhij"))
+    y = ours("bhid,bhjd->bhij", [a, b])
+    assert y.shape == (2, 3, 5, 7) and [g.shape for g in torch.autograd.grad(y.sum(), (a, b))] == [a.shape, b.shape]
+    x, w = torch.randn(4, 5, 6), torch.randn(6, 3)
+    torch.testing.assert_close(torch.vmap(lambda t: ours("ij,jk->ik", [t, w]))(x), x @ w)
