@@ -137,7 +137,7 @@ LayerOffer as_cheap_product(RecomputeArgument recompute, const Tensor& output, c
                             const Tensor& other, double flops) {
   if (recompute.how != Recompute::if_cheap) return {recompute, {flops, true}};
   const bool cheap = is_cheap_layer(flops / static_cast<double>(output.numel())) && a.requires_grad() &&
-                     b.requires_grad() && layers_of(a) + layers_of(b) + layers_of(other) == 0;
+                     b.requires_grad() && is_cheap_after(layers_of(a) + layers_of(b) + layers_of(other), flops);
   return {cheap ? Recompute::if_cheap : Recompute::off, {flops}};
 }
 
