@@ -1,7 +1,9 @@
 // einsum by products of pairs of operands, as PyTorch composes it (ATen/native/Linear.cpp: einsum, sumproduct_pair):
 // each operand is brought to the same axes, those of the output first, and two at a time become one, by a batch of
 // matrix products where they share an axis that is summed, else by a product of elements. Here by ops that keep what
-// these are made from; the numbers are PyTorch's, bit for bit.
+// these are made from. The result is PyTorch's, bit for bit; so are gradients, but for those of an operand that a
+// product of elements has spread, which are rounded once where PyTorch's are rounded before they are summed.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <map>
@@ -66,8 +68,19 @@ std::optional<std::vector<Subscripts>> subscripts_of_operands(std::string_view t
   return all;
 }
 
+// Whether a space stands inside "->" or "...", where PyTorch takes none.
+bool is_torn(std::string_view text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const size_t length = text[i] == '.' ? 3 : text[i] == '-' ? 2 : 1;
+    if (length > 1 && text.substr(i, length).find(' ') != std::string_view::npos) return true;
+    i += length - 1;
+  }
+  return false;
+}
+
 // None where PyTorch's einsum is to say what is wrong, or does more than products of pairs.
 std::optional<Equation> parse(std::string text, at::TensorList operands) {
+  if (is_torn(text)) return std::nullopt;
   text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
   const size_t arrow = text.find("->");
   const auto inputs = subscripts_of_operands(std::string_view(text).substr(0, arrow), operands);
@@ -265,10 +278,22 @@ Tensor einsum(c10::string_view equation, at::TensorList tensors, at::OptionalInt
   return fit(operands) ? contract(*parsed, std::move(operands), steps, recompute) : aten();
 }
 
+// Autocast on CUDA casts the operands of einsum itself; that on the CPU those of the products in it.
+Tensor einsum_autocast(c10::string_view equation, at::TensorList tensors, at::OptionalIntArrayRef path,
+                       int64_t recompute) {
+  constexpr auto cuda = c10::DeviceType::CUDA;
+  const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(cuda));
+  const auto to = at::autocast::get_lower_precision_fp_from_device_type(cuda);
+  std::vector<Tensor> cast;
+  for (const Tensor& t : tensors) cast.push_back(cast_for_autocast(to, t, cuda));
+  return einsum(equation, cast, path, recompute);
+}
+
 }  // namespace
 
 void register_einsum(torch::Library& m) {
   m.def("einsum(str equation, Tensor[] tensors, int[]? path=None, int recompute=0) -> Tensor", TORCH_FN(einsum));
+  m.impl("einsum", c10::DispatchKey::AutocastCUDA, TORCH_FN(einsum_autocast));
 }
 
 }  // namespace tsmem

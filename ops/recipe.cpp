@@ -58,14 +58,19 @@ size_t place(const Recipe& recipe, size_t next, Visited& first) {
   return next;
 }
 
-bool needed_soon(const Recipe& recipe, int64_t user) {
-  const auto after = std::lower_bound(recipe.users.begin(), recipe.users.end(), user);
-  return after != recipe.users.begin() && user - *std::prev(after) <= kNear;
+bool needed_soon(const Recipe& recipe, int64_t user, const Recipe* held) {
+  for (auto after = std::lower_bound(recipe.users.begin(), recipe.users.end(), user); after != recipe.users.begin();) {
+    const int64_t next = *--after;
+    if (user - next > kNear) return false;
+    if (!held || !std::binary_search(held->users.begin(), held->users.end(), next)) return true;
+  }
+  return false;
 }
 
 // A recipe's sources, and (spare, unless null) which of them are nobody else's; from number `begin` on.
 static std::vector<Tensor> sources_again(const Recipe& recipe, const Tensor* leaves, const Visited& first, int64_t user,
-                                         int level, std::vector<bool>* spare, size_t begin = 0) {
+                                         int level, std::vector<bool>* spare, size_t begin = 0,
+                                         const Recipe* held = nullptr) {
   std::vector<Tensor> sources;
   const Tensor* leaf = leaves + first.at(&recipe);
   for (size_t i = 0; i < recipe.sources.size(); ++i) {
@@ -73,7 +78,7 @@ static std::vector<Tensor> sources_again(const Recipe& recipe, const Tensor* lea
     const Tensor* own = from ? nullptr : leaf++;
     if (i < begin) continue;
     bool ours = false;
-    sources.push_back(from ? make_again(from, leaves, first, user, level, &ours) : *own);
+    sources.push_back(from ? make_again(from, leaves, first, user, level, &ours, held) : *own);
     if (spare) spare->push_back(ours);
   }
   return sources;
@@ -102,20 +107,21 @@ static Tensor make_without_norm(const Recipe& recipe, const Tensor* leaves, cons
 }
 
 Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& first, int64_t user, int level,
-                  bool* own) {
+                  bool* own, const Recipe* held) {
   std::unique_lock<std::mutex> lock(recipe->mutex, std::defer_lock);
   bool hold = false;
   if (recipe->expensive || recipe->shared) {
     lock.lock();  // never against the order of the graph: sources never wait for what is made from them
     if (own) *own = false;
     if (recipe->made.defined()) return recipe->made;
-    hold = recipe->expensive || ((level <= 1 || recipe->layer) && needed_soon(*recipe, user));
+    hold = recipe->expensive || ((level <= 1 || recipe->layer) && needed_soon(*recipe, user, held));
   }
   const int next = level + (recipe->pieces == Pieces::no && !recipe->view);
   Tensor made = make_without_norm(*recipe, leaves, first, user, next);
   std::vector<bool> spare;
   if (!made.defined()) {
-    std::vector<Tensor> operands = sources_again(*recipe, leaves, first, user, next, &spare);
+    std::vector<Tensor> operands =
+        sources_again(*recipe, leaves, first, user, next, &spare, 0, hold ? recipe.get() : held);
     made = recipe->make(operands, spare);
   }
   // Another order of operands, or one that was overwritten, may give others.

@@ -55,14 +55,15 @@ size_t place(const Recipe& recipe, size_t next, Visited& first);
 // The stream that work on t goes to now; none on the CPU.
 std::optional<c10::Stream> stream_of(const at::Tensor& t);
 
-// Whether a shared recipe has a user soon after `user` in backward. Under the recipe's lock.
-bool needed_soon(const Recipe& recipe, int64_t user);
+// Whether a shared recipe has a user soon after `user` in backward, other than those of `held`, which is held for them
+// and made from it. Under the locks of both.
+bool needed_soon(const Recipe& recipe, int64_t user, const Recipe* held = nullptr);
 
 // own: whether nobody else has the memory of what was made. level: how far it is from what the user needs; pieces put
 // together don't count. Only what is near is held: every second block of a chain that is made from one another. To hold
-// them all would cost more memory than it saves time.
+// them all would cost more memory than it saves time. held: what this is made for, where that is held.
 at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const Visited& first, int64_t user,
-                      int level = 0, bool* own = nullptr);
+                      int level = 0, bool* own = nullptr, const Recipe* held = nullptr);
 
 // What the recipe's output is made from, as make_again() would have it; none where the output is held. Others that need
 // it soon are no reason to make it: each of them may do without it too.

@@ -376,6 +376,25 @@ def test_probabilities_are_made_once():
     assert peaks[IF_CHEAP] < 4.2 * probabilities
 
 
+def test_what_probabilities_are_made_from_is_not_held_beside_them():
+    """Two products read parts of them: what is held for the second is the probabilities, and not the scores too."""
+    q, v = torch.randn(4, 256, 16, requires_grad=True), torch.randn(4, 256, 16, requires_grad=True)
+    keys = [torch.randn(4, n, 16, requires_grad=True) for n in (32, 224)]
+
+    def run(again):
+        scores = ops.cat([ops.matmul(q, k.transpose(-2, -1), again) for k in keys], -1, again and 1)
+        shares = ops.softmax(scores, -1, None, again and 1)
+        return (ops.matmul(shares[..., :32], v[:, :32], again) + ops.matmul(shares[..., 32:], v[:, 32:], again)).square().sum()
+
+    def step(again):
+        run(again).backward()
+
+    for again in (0, IF_CHEAP, 0, IF_CHEAP):
+        step(again)
+    peaks = {again: allocator.most_held(lambda: step(again)) for again in (0, IF_CHEAP)}
+    assert peaks[IF_CHEAP] < peaks[0] + 4 * 256 * 256, peaks
+
+
 @pytest.mark.parametrize("keys, again", [(24, False), (40, True)])
 def test_scores_whose_factor_a_cheap_layer_makes(keys, again):
     """They are made again where the layer takes at most half of their time; else the layer alone."""

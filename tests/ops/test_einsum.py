@@ -1,4 +1,4 @@
-"""einsum: against PyTorch's own, bit for bit, and what it keeps."""
+"""einsum: against PyTorch's own, bit for bit but for gradients of what a product of elements spreads, and what it keeps."""
 import itertools
 
 import pytest
@@ -73,6 +73,23 @@ def test_derivatives(equation):
     assert torch.autograd.gradgradcheck(f, inputs)
 
 
+def test_a_spread_operand():
+    """A product of elements sums its gradient in the wider dtype: nearer to float64 than PyTorch's, which rounds each term."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 64, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    for dtype in DTYPES:
+        inputs = [t.to(dtype).requires_grad_() for t in (x, w)]
+        got, theirs, want = (run(lambda *t: f("bnd,d->bnd", t), *i) for f, i in ((ours, inputs), (pytorch, inputs), (pytorch, [t.detach().double().requires_grad_() for t in inputs])))
+        assert_equal(got[:2], theirs[:2])
+        torch.testing.assert_close(got[2].double(), want[2], rtol=0, atol=20 * torch.finfo(dtype).eps * float(want[2].abs().max()))
+
+
+def test_autocast_on_cuda_casts_the_operands():
+    """PyTorch lists einsum there, and not for the CPU."""
+    for key in ("AutocastCUDA", "AutocastCPU"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("tsmem::einsum", key) == torch._C._dispatch_has_kernel_for_dispatch_key("aten::einsum", key)
+
+
 @pytest.mark.parametrize("path", [[0, 1, 0, 1, 0, 1], [2, 3, 0, 1, 1, 0], [3, 0, 2, 0, 0, 1], [1, 3, 1, 2, 0, 1]])
 def test_an_order_of_pairs(path):
     equation = "bclhn,bcshn,bhcls,bcshp->bclhp"
@@ -84,7 +101,7 @@ def test_an_order_of_pairs(path):
 @pytest.mark.parametrize("equation, sizes", [
     ("ij,jk->ik", ((5, 4), (3, 6))), ("ij,jk->iz", ((5, 4), (4, 6))), ("ij,jk->ii", ((5, 4), (4, 6))), ("ij", ((5, 4), (4, 6))),
     ("ij,jk,kl->il", ((5, 4), (4, 6))), ("ij,j.k->ik", ((5, 4), (4, 6))), ("i1,1k->ik", ((5, 4), (4, 6))), ("ijk,jk->ik", ((5, 4), (4, 6))),
-    ("....,jk->k", ((5, 4), (4, 6))), ("i...j...,jk->k", ((5, 4), (4, 6))), ("", ()), ("ij,jk->->ik", ((5, 4), (4, 6))), ("ij,jk-ik", ((5, 4), (4, 6))),
+    ("....,jk->k", ((5, 4), (4, 6))), ("ij,jk- >ik", ((5, 4), (4, 6))), (".. .,jk->jk", ((5, 4), (4, 6))), ("ij,jk->. ..", ((5, 4), (4, 6))), ("i...j...,jk->k", ((5, 4), (4, 6))), ("", ()), ("ij,jk->->ik", ((5, 4), (4, 6))), ("ij,jk-ik", ((5, 4), (4, 6))),
 ])
 def test_errors_are_pytorchs(equation, sizes):
     inputs = [torch.randn(*s).requires_grad_() for s in sizes]
