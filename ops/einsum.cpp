@@ -154,18 +154,9 @@ Tensor mul(const Tensor& a, const Tensor& b, int64_t recompute) {
 
 // That of what is cheap beside the products.
 int64_t recompute_of_cheap(RecomputeArgument recompute) {
-  switch (recompute.how) {
-    case Recompute::off:
-    case Recompute::keep:
-    case Recompute::offload:
-      return argument_of(Recompute::off);
-    case Recompute::each_time:
-      return argument_of(Recompute::each_time);
-    case Recompute::shared:
-    case Recompute::if_cheap:
-      return argument_of(Recompute::shared);
-  }
-  return 0;
+  return argument_of(recompute.how == Recompute::each_time ? Recompute::each_time
+                     : recompute.recomputes()              ? Recompute::shared
+                                                           : Recompute::off);
 }
 
 int64_t product_of(const Tensor& t, const Axes& axes) {
@@ -193,9 +184,9 @@ Tensor pair(Tensor a, Tensor b, const Axes& summed, int64_t recompute) {
     std::swap(a, b);
     std::swap(of_a, of_b);
   }
+  const Axes order = joined({&both, &of_a, &summed, &of_b});
   const int64_t batches = product_of(a, both), inner = product_of(a, summed);
-  const Tensor left = reshape(a.permute(joined({&both, &of_a, &summed, &of_b})), {batches, product_of(a, of_a), inner},
-                              cheap),
+  const Tensor left = reshape(a.permute(order), {batches, product_of(a, of_a), inner}, cheap),
                right = reshape(b.permute(joined({&both, &summed, &of_b, &of_a})), {batches, inner, product_of(b, of_b)},
                                cheap);
   std::vector<int64_t> sizes;
@@ -203,7 +194,6 @@ Tensor pair(Tensor a, Tensor b, const Axes& summed, int64_t recompute) {
   for (int64_t d : of_a) sizes.push_back(a.size(d));
   for (size_t i = 0; i < summed.size(); ++i) sizes.push_back(1);
   for (int64_t d : of_b) sizes.push_back(b.size(d));
-  const Axes order = joined({&both, &of_a, &summed, &of_b});
   std::vector<int64_t> back(order.size());
   for (size_t i = 0; i < order.size(); ++i) back[order[i]] = static_cast<int64_t>(i);
   return bmm(left, right, recompute).view(sizes).permute(back);
@@ -244,10 +234,7 @@ Tensor contract(const Equation& e, std::vector<Tensor> left, const std::optional
     const Tensor one = pair(a, b, summed, recompute);
     left.insert(path ? left.end() : left.begin(), one);
   }
-  std::vector<int64_t> sizes = left[0].sizes().vec();
-  if (e.axes == e.outputs) return left[0];
-  sizes.resize(e.outputs);
-  return left[0].view(sizes);
+  return e.axes == e.outputs ? left[0] : left[0].view(left[0].sizes().slice(0, e.outputs));
 }
 
 // Whether each step of the path names two of the operands that are left.
