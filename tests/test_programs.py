@@ -28,6 +28,13 @@ class Norm(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
 
+class HardsigmoidInPlace(Norm):
+    """TorchScript's derivative is that of the one which is not in place: its sixth is no float32."""
+
+    def forward(self, x):
+        return F.hardsigmoid(self.norm(self.conv(x)), inplace=True) * F.hardsigmoid(self.conv(x) * 1.5, inplace=True)
+
+
 class BranchGivesATensorOutTwice(Conv):
     def forward(self, x):
         if x.size(0) > 1:
@@ -881,6 +888,7 @@ PROGRAMS = [
     NegatedView,
     GradientOfAConjugate,
     Norm,
+    HardsigmoidInPlace,
 ]
 CHECKPOINTED = ["TwoNorms.used", "TwoNorms.unused", "TwoNorms.both.?", "UsesDetached.detached", "UsesCounts.counts", "BlocksThatOverwriteTheirSums.blocks.?", "CallOnAViewMadeUnderNoGrad.called", "CallsGiveViewsMadeUnderNoGrad.*s"]
 LEVELS = {

@@ -234,9 +234,11 @@ Result match_method(const Graph& graph, const ModuleClass& c, const Selection& s
   read_results(view, readers);
   result.matched = find_matches(view, selection.patterns, attributes);
   add_readers(readers, result.matched);
-  if (eager)
-    for (FoundMatch& found : result.matched.found)
-      if (found.act == "hardsigmoid") found.act = "hardsigmoid_eager";
+  // TorchScript has a derivative of its own for the one that is not in place alone.
+  const auto in_place = [](const Place& p) { return p.node->kind() == aten::hardsigmoid_; };
+  for (FoundMatch& found : result.matched.found)
+    if (found.act == "hardsigmoid" && (eager || std::any_of(found.nodes.begin(), found.nodes.end(), in_place)))
+      found.act = "hardsigmoid_eager";
   for (FoundMatch& found : result.matched.found)
     for (const Place& p : found.nodes)
       if (const auto it = drawing.find({p.scope, p.node}); it != drawing.end()) found.draws |= it->second;
