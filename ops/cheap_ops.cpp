@@ -47,9 +47,9 @@ struct Op : torch::CustomClassHolder {
   // A cast reads the dtype of other operands alone.
   bool cast() const { return row.name() == "type_as"; }
   // A list's tensors put together: keeping them costs no more than keeping the result.
-  bool pieces() const { return row.name() == "stack"; }
+  bool pieces() const { return row.schema.find("(Tensor[] ") != row.schema.npos; }
   // What autocast casts to the widest dtype of its operands; all else on its lists here it casts to float32.
-  bool promotes() const { return row.name() == "stack" || row.name() == "addcmul"; }
+  bool promotes() const { return pieces() || row.name() == "addcmul" || row.name() == "addcdiv"; }
 };
 using OpPtr = c10::intrusive_ptr<Op>;
 

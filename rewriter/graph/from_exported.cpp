@@ -1,5 +1,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
+#include <torch/csrc/jit/passes/normalize_ops.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
 #include <cmath>
@@ -278,6 +279,23 @@ struct Builder {
     }
   }
 
+  // Of an operator that PyTorch has under two names the one that TorchScript's compiler and tracer write: cat of concat.
+  static Symbol own_name(Symbol name) {
+    const auto one_node = std::make_shared<Graph>();
+    one_node->insertNode(one_node->create(name, 0));
+    NormalizeOps(one_node);
+    return one_node->nodes().begin()->kind();
+  }
+
+  static const FunctionSchema& under_its_own_name(const FunctionSchema& schema) {
+    const Symbol name = Symbol::fromQualString(schema.name()), own = own_name(name);
+    if (own != name)
+      for (const auto& overload : getAllOperatorsFor(own))
+        if (overload->schema().arguments() == schema.arguments() && overload->schema().returns() == schema.returns())
+          return overload->schema();
+    return schema;
+  }
+
   // Null where TorchScript can't express it.
   Node* operation(const json& node) {
     const OperatorOverload op = operator_of(node["target"].get<std::string>());
@@ -287,10 +305,10 @@ struct Builder {
       throw Error(ErrorKind::input,
                   fmt::format("The graph calls {}{}{}, which is not registered: load the library that defines it.",
                               op.name, op.overload.empty() ? "" : ".", op.overload));
-    const FunctionSchema& schema = handle->schema();
+    const FunctionSchema& schema = under_its_own_name(handle->schema());
     const auto inputs = arguments(node, schema);
     if (!inputs) return nullptr;
-    Node* n = g.insertNode(g.create(Symbol::fromQualString(op.name), *inputs, schema.returns().size()));
+    Node* n = g.insertNode(g.create(Symbol::fromQualString(schema.name()), *inputs, schema.returns().size()));
     for (size_t i = 0; i < schema.returns().size(); ++i) n->output(i)->setType(schema.returns()[i].type());
     if (!n->maybeOperator()) {
       n->destroy();

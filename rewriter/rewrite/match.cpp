@@ -206,16 +206,21 @@ class Matcher {
   bool well_fed(const CompiledRule& rule, const Attempt& a) const {
     const auto& wanted = rule.rule->fed_by;
     if (wanted.empty()) return true;
-    for (const CanonicalOp& op : a.ops)
-      for (const Value* v : op.inputs) {
-        const Node* from = v->node();
-        if (from->kind() == prim::ListUnpack) from = from->input()->node();  // a piece of chunk, split or unbind
-        auto known = operators_.canonical.find(from);
-        if (from->kind() == prim::If || (known != operators_.canonical.end() && wanted.count(known->second.name)))
-          return true;
-        if (from->kind() == prim::GetAttr && wanted.count("parameter") && may_be_tensor(v)) return true;
-      }
-    return false;
+    return std::any_of(a.ops.begin(), a.ops.end(), [&](const CanonicalOp& op) {
+      return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); });
+    });
+  }
+
+  bool feeds(const Value* v, const std::set<std::string>& wanted) const {
+    const Node* from = v->node();
+    if (from->kind() == prim::ListConstruct)
+      return std::any_of(from->inputs().begin(), from->inputs().end(),
+                         [&](const Value* piece) { return may_be_tensor(piece) && feeds(piece, wanted); });
+    if (from->kind() == prim::ListUnpack) from = from->input()->node();  // a piece of chunk, split or unbind
+    if (from->kind() == prim::If) return true;
+    if (from->kind() == prim::GetAttr && wanted.count("parameter") && may_be_tensor(v)) return true;
+    const auto known = operators_.canonical.find(from);
+    return known != operators_.canonical.end() && wanted.count(known->second.name);
   }
 
   // Where one op stands for several: whose memory its result is in.
