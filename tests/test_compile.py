@@ -729,6 +729,24 @@ def test_data_is_read(model, kinds, caplog):
     assert kinds in caplog.text and "as it is:" not in caplog.text
 
 
+class FillsByData(Net):
+    """As diffusers' CogVideoX makes its positions."""
+
+    def forward(self, x):
+        positions = x.new_zeros((1, *x.shape[1:]))
+        positions.data[:, :, 1:].copy_(self.a[0].weight.mean() + torch.arange(1.0, x.shape[2], dtype=x.dtype).view(-1, 1))
+        y = self.b(self.a(x * positions + positions))
+        others = torch.ones_like(y[:1])
+        others.data.mul_(2)
+        return self.end(y) * positions.data.mean()
+
+
+def test_data_of_a_new_tensor_is_filled(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(FillsByData())
+    assert "2 bn-act" in caplog.text and "as it is:" not in caplog.text
+
+
 def overwrite_activation(model, y):
     y.data.mul_(2)
 

@@ -90,6 +90,14 @@ def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
     return any(user < write for user in tensor.users if user.target is not DATA and _is_plain(user))
 
 
+_NEW = [getattr(torch.ops.aten, form.format(what)) for what in ("zeros", "ones", "full", "empty") for form in ("{}", "new_{}", "{}_like")]
+
+
+def _is_new(tensor: fx.Node) -> bool:
+    """An argument, or memory that one of PyTorch's functions has just made: no other node is it, or a view of it."""
+    return tensor.op == "placeholder" or getattr(tensor.target, "overloadpacket", None) in _NEW
+
+
 def _stays(gm: fx.GraphModule) -> Optional[str]:
     """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told; of what is overwritten
     inside a transform of torch.func nobody knows whose memory it is."""
@@ -116,7 +124,7 @@ def _refuse_written_data(aten: fx.GraphModule) -> None:
                     if not isinstance(x, fx.Node) or x not in from_data:
                         continue
                     from_data[node] = from_data[x]
-                    if f.alias_info.is_write and (from_data[x].op != "placeholder" or _used_before(from_data[x], node)):
+                    if f.alias_info.is_write and (not _is_new(from_data[x]) or _used_before(from_data[x], node)):
                         raise Error(f"{node.target._opname} overwrites a tensor's .data after it was used")
         elif node.target is operator.getitem and node.args[0] in from_data:
             from_data[node] = from_data[node.args[0]]
