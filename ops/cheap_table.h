@@ -73,6 +73,11 @@ inline constexpr CheapOp kCheapOps[] = {
     in_place("cos(Tensor self) -> Tensor"),
     in_place("atan(Tensor self) -> Tensor"),
     in_place("erf(Tensor self) -> Tensor"),
+    in_place("erfc(Tensor self) -> Tensor"),
+    in_place("tan(Tensor self) -> Tensor", Scripted::float32),
+    in_place("sinh(Tensor self) -> Tensor", Scripted::float32),
+    in_place("cosh(Tensor self) -> Tensor", Scripted::float32),
+    in_place("nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"),
     // With a number, or two operands. (Sums and products of two are in add_mul_cat.cpp.)
     in_place("add.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor", Scripted::float32),
     in_place("sub.Tensor(Tensor self, Tensor other, Scalar alpha=1) -> Tensor", Scripted::float32),
@@ -86,6 +91,8 @@ inline constexpr CheapOp kCheapOps[] = {
     in_place("pow.Tensor_Tensor(Tensor self, Tensor exponent) -> Tensor", Scripted::float32),
     // A number is never written to; one list of arguments for all three.
     in_place("pow.Scalar(Scalar self, Tensor exponent) -> Tensor", Scripted::float32),
+    in_place("fmod.Scalar(Tensor self, Scalar other) -> Tensor"),
+    in_place("remainder.Scalar(Tensor self, Scalar other) -> Tensor"),
     in_place("clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"),
     in_place("clamp_min(Tensor self, Scalar min) -> Tensor"),
     in_place("clamp_max(Tensor self, Scalar max) -> Tensor"),
@@ -114,6 +121,7 @@ inline constexpr CheapOp kCheapOps[] = {
     copy("type_as(Tensor(a) self, Tensor other) -> Tensor(a)"),
     copy("clone(Tensor self, MemoryFormat? memory_format=None) -> Tensor"),
     copy("flip(Tensor self, int[] dims) -> Tensor"),
+    copy("rot90(Tensor self, int k=1, int[] dims=[0,1]) -> Tensor"),
     copy("stack(Tensor[] tensors, int dim=0) -> Tensor"),
     copy("hstack(Tensor[] tensors) -> Tensor"),
     copy("vstack(Tensor[] tensors) -> Tensor"),
@@ -140,6 +148,8 @@ inline constexpr CheapOp kCheapOps[] = {
     lookup("upsample_linear1d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),
     lookup("upsample_bilinear2d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
+           "Tensor"),
+    lookup("upsample_bicubic2d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),
     lookup("upsample_trilinear3d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),

@@ -29,8 +29,8 @@ const std::set<std::string>& recomputed_operators() {
         "transpose",     "view",       "reshape", "linear",  "contiguous",  "unsqueeze",  "slice",
         "chunk",         "split",      "unbind",  "expand",  "flatten",     "select",     "squeeze",
         "mean",          "sum",        "addmm",   "mm",      "bmm",         "baddbmm",    "rms_norm",
-        "parameter",     "prelu",      "glu",     "rrelu",   "_grouped_mm", "einsum",     "pad",
-        "scaled_dot_product_attention"};
+        "parameter",     "prelu",      "glu",     "rrelu",   "_grouped_mm", "einsum",     "pad"};
+    all.insert("scaled_dot_product_attention");  // it keeps its result
     for (const char* kind : {"reflection_pad", "replication_pad"})
       for (const char* dimensions : {"1d", "2d", "3d"}) all.insert(std::string(kind) + dimensions);
     for (const CheapOp& op : kCheapOps) all.insert(canonical_name(op));

@@ -279,7 +279,8 @@ struct Builder {
     }
   }
 
-  // Of an operator that PyTorch has under two names the one that TorchScript's compiler and tracer write: cat of concat.
+  // Of an operator that PyTorch has under two names the one that TorchScript's compiler and tracer write: cat of
+  // concat.
   static Symbol own_name(Symbol name) {
     const auto one_node = std::make_shared<Graph>();
     one_node->insertNode(one_node->create(name, 0));

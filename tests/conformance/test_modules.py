@@ -46,7 +46,7 @@ def spread(samples, most):
 
 def inputs(info, dtype, training):
     """(whose, constructor's input, forward's input) of some samples, and of those on which forward is to raise."""
-    most = (2 if LARGE.search(info.name) else 4) if dtype == torch.float64 else 1 if LARGE.search(info.name) else 2
+    most = 1 if dtype != torch.float64 else 2 if LARGE.search(info.name) else 4
     options = dict(device="cpu", dtype=dtype, requires_grad=True, training=training)
     found = [s for s in info.module_inputs_func(info, **options) if s.forward_input is not None]
     found = spread(found, most)

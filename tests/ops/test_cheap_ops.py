@@ -28,7 +28,7 @@ def positive(*shape, seed=0):
 X, Y = data(4, 6, 5), data(4, 6, 5, seed=1)
 P, Q = positive(4, 6, 5), positive(4, 6, 5, seed=1)
 CASES = {
-    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "atan", "erf")},
+    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "erf", "erfc", "nan_to_num")},
     **{name: [(P,)] for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "log1p")},
     "add.Scalar": [(X, 2), (X, 0.5, 3)],
     "sub.Tensor": [(X, Y), (X, Y, 3), (X, Y[:, :1]), (X[:1], Y[0, 0])],
@@ -41,6 +41,8 @@ CASES = {
     "pow.Tensor_Scalar": [(X, 2), (X, 3), (P, 0.5), (P, -1.5), (X, 0), (X, 1)],
     "pow.Tensor_Tensor": [(P, Y), (P, Y[:, :1])],
     "pow.Scalar": [(2.0, Y), (0.7, Y)],
+    "fmod.Scalar": [(X, 0.75), (X, -1)],
+    "remainder.Scalar": [(X, 0.75), (X, -1)],
     "clamp": [(X, -0.5, 0.5), (X, None, 0.5), (X, -0.5, None)],
     "clamp_min": [(X, 0.1)],
     "clamp_max": [(X, 0.1)],
@@ -64,6 +66,7 @@ CASES = {
     "_to_copy": [(X,), (X, torch.float32)],
     "type_as": [(X, Y.float()), (X, Y)],
     "clone": [(X,), (X, torch.contiguous_format)],
+    "rot90": [(X,), (X, 3, [0, 2])],
     "flip": [(X, [0, 2])],
     "stack": [([X, Y], 1), ([X, Y, P], -1)],
     "hstack": [([X, Y],), ([X[0, 0], Y[0, 0], P[0, 0]],)],
@@ -87,6 +90,7 @@ CASES = {
     "upsample_nearest3d.vec": [(data(2, 3, 5, 4, 2), None, [2.0, 2.0, 2.0])],
     "upsample_linear1d.vec": [(data(2, 3, 5), None, False, [2.0])],
     "upsample_bilinear2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
+    "upsample_bicubic2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
     "upsample_trilinear3d.vec": [(data(2, 3, 5, 4, 2), None, False, [2.0, 2.0, 2.0])],
     "amax": [(X, [1], True), (X, [0, -1], False), (X,)],
     "amin": [(X, [2]), (X, [], True)],

@@ -299,7 +299,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.norm, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
-        self.layers = nn.Sequential(Block(), Block())
+        self.layers = nn.Sequential(Block())  # chains of them: test_network
         self.ln, self.qkv, self.out, self.head = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
         self.drop = nn.Dropout(0.1)
 
