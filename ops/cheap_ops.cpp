@@ -32,7 +32,10 @@ struct Op : torch::CustomClassHolder {
       : row(r),
         derivative(derivative_of(r.full_name())),
         hacked_twin(r.overload() == "Tensor_hacked_twin"),
-        original(aten(std::string(r.name()), hacked_twin ? "Tensor" : std::string(r.overload()))) {
+        original(aten(std::string(r.name()), hacked_twin ? "Tensor" : std::string(r.overload()))),
+        listed(pieces()               ? aten("cat", "")
+               : r.name() == "square" ? aten("pow", "Tensor_Scalar")
+                                      : original) {
     if (!r.in_place || !r.schema.substr(r.full_name().size()).starts_with("(Tensor"))
       return;                            // a number isn't written to
     std::string overload(r.overload());  // pow_.Scalar is pow.Tensor_Scalar's
@@ -43,6 +46,7 @@ struct Op : torch::CustomClassHolder {
   const Derivative* derivative;
   bool hacked_twin;  // index with a list of tensors, none of which is left out
   c10::OperatorHandle original;
+  c10::OperatorHandle listed;  // what autocast's lists name: of an operator that composes others, one of these
   std::optional<c10::OperatorHandle> overwriting;
   // A cast reads the dtype of other operands alone.
   bool cast() const { return row.name() == "type_as"; }
@@ -196,6 +200,13 @@ std::optional<c10::DispatchKey> autocast_key(at::DeviceType device) {
   return key;
 }
 
+// Whether autocast, which casts some operands to the widest dtype among them, would cast none.
+bool promoted(const std::vector<Tensor>& tensors, at::DeviceType device) {
+  const auto dtype = tensors[0].scalar_type();
+  if (dtype != at::kFloat && dtype != at::autocast::get_autocast_dtype(device)) return false;
+  return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor& t) { return t.scalar_type() == dtype; });
+}
+
 struct Kernel : c10::OperatorKernel {
   explicit Kernel(OpPtr o) : op(std::move(o)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
@@ -209,6 +220,7 @@ struct Kernel : c10::OperatorKernel {
   }
 
   Tensor run(const CallPtr& call, std::vector<Tensor> tensors, RecomputeArgument recompute, int64_t in_place) const {
+    if (tensors.empty()) return call->run(tensors);  // an empty list: PyTorch's error
     if (in_place && !same_as_overwriting(tensors, call->arguments)) {
       Stack stack = call->with(tensors);
       stack[0] = tensors[0].clone();
@@ -220,10 +232,10 @@ struct Kernel : c10::OperatorKernel {
     if (!in_place) {
       if (op->row.scripted == Scripted::float32)
         for (Tensor& t : tensors) t = as_scripted(t);
-      if (key && op->original.hasKernelForDispatchKey(*key)) {
-        if (op->promotes()) return call->run(tensors);
+      if (key && op->listed.hasKernelForDispatchKey(*key)) {
+        if (op->promotes() && !promoted(tensors, device)) return call->run(tensors);
         for (Tensor& t : tensors)
-          if (t.defined()) t = at::autocast::cached_cast(at::kFloat, t, device);
+          if (t.defined() && !op->promotes()) t = at::autocast::cached_cast(at::kFloat, t, device);
       }
     }
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;

@@ -406,3 +406,47 @@ def test_saved_without_a_gradient():
     assert len(saved(lambda: ours("div.Tensor")(w, x))[0]) == 1
     with torch.no_grad():
         assert not ours("exp")(w).requires_grad
+
+
+LISTS = ["stack", "hstack", "vstack", "dstack", "column_stack"]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_an_empty_list_raises_as_pytorch_does(name):
+    with pytest.raises(RuntimeError) as theirs:
+        pytorch(name)([])
+    with pytest.raises(RuntimeError) as error:
+        op("tsmem", name)([])
+    assert str(error.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("dtypes", itertools.product((torch.bfloat16, torch.float32, torch.float16, F64), repeat=2), ids=str)
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_under_autocast(name, dtypes):
+    """Autocast casts to the widest dtype, and takes no float16 beside bfloat16; where it casts nothing the result is made again."""
+    def step(f):
+        pieces = [X.clone().to(d).requires_grad_() for d in dtypes]
+        with torch.autocast("cpu", torch.bfloat16):
+            made = f([torch.ops.tsmem.act(p, "relu", [], 1) for p in pieces])
+        grads = torch.autograd.grad(made.sin().sum(), pieces)
+        return [made, *grads]
+
+    try:
+        theirs = step(pytorch(name))
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+            step(ours(name))
+        return
+    assert_equal(step(ours(name)), theirs)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_run_again_under_autocast(name):
+    def kept():
+        x = X.bfloat16().repeat(1, 1, 20).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.ops.tsmem.act(x, "relu", [], 1)
+            return torch.ops.tsmem.act(ours(name)([y, y]), "silu", [], 1)
+
+    together = 2 * 20 * X.numel() * 2
+    assert live_bytes(kept) < together
