@@ -4,7 +4,7 @@
 
 Each model runs in a process of its own, one thread, float32. The numbers are compared first, in float64 too (`tsmem verify`; through torch.compile against the
 eager model). A model that can't be built, rewritten, or whose numbers differ has a row that says so. Prints a table and writes build/bench/zoo.json; --page writes the
-table as a page. Packages: torchvision, timm, transformers, diffusers, monai, torchaudio; what is not installed is said in its row.
+table as a page; of named models it changes their rows. Packages: torchvision, timm, transformers, diffusers, monai, torchaudio; what is not installed is said in its row.
 """
 import argparse
 import collections
@@ -124,7 +124,13 @@ def cells(row: dict) -> list:
 HEADERS = ["model", "saved", "peak", "time", "float64", "most of what stays"]
 
 
-def page(rows: dict, a) -> str:
+def rows_of(text: str) -> dict:
+    """The cells of an earlier page, by model."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {name: rest for name, *rest in rows[2:]}
+
+
+def page(rows: dict, a, earlier: str = "") -> str:
     import torch
 
     door = "`tsmem rewrite`, TorchScript" if a.door == "file" else '`torch.compile(model, backend="tsmem")`'
@@ -132,7 +138,8 @@ def page(rows: dict, a) -> str:
              f"One training step, {door}, `--level {a.level}`, torch {torch.__version__.split('+')[0]}, float32, one thread of a CPU; ratios to the original, times taken in turns. "
              "`float64`: the largest relative difference when both run in float64. Failures are rows too.", "",
              "    python bench/zoo.py --page docs/zoo.md", "", "| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
-    lines += ["| " + " | ".join([name, *cells(row)]) + " |" for name, row in rows.items()]
+    all_cells = rows_of(earlier) | {name: cells(row) for name, row in rows.items()}
+    lines += ["| " + " | ".join([name, *row]) + " |" for name, row in all_cells.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -165,7 +172,8 @@ def main() -> None:
         OUT.parent.mkdir(parents=True, exist_ok=True)
         OUT.write_text(json.dumps(rows, indent=1) + "\n")  # after each: a run that is cut off has its rows
     if a.page:
-        Path(a.page).write_text(page(rows, a))
+        target = Path(a.page)
+        target.write_text(page(rows, a, target.read_text() if a.names and target.exists() else ""))
     print(f"{len(rows)} models in {time.perf_counter() - start:.0f} s; {OUT.relative_to(ROOT)}")
     sys.exit(any("failed" not in row and not row["equal"] for row in rows.values()))
 
