@@ -50,7 +50,7 @@ def test_prelu(shape, dtype, recompute):
                     assert got.dtype == theirs.dtype and got.shape == theirs.shape
                     error, allowed = ((t.double() - true).norm() for t in (got, theirs))
                     # In float64 the truth is summed in PyTorch's order.
-                    assert error <= 2 * allowed + max(2 * torch.finfo(dtype).eps, 1e-12) * true.norm()
+                    assert error <= 2 * allowed + max(4 * torch.finfo(dtype).eps, 1e-12) * true.norm()
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -232,7 +233,13 @@ def test_half_precision_is_pytorchs(ops, kind, dtype):
 def test_autocast_is_pytorchs(ops, kind):
     net = Net(kind, layers=2, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = step(net, ops), step(net, torch)
+        try:
+            theirs = step(net, torch)
+        except RuntimeError as error:  # oneDNN's has no kernel for this processor: without AVX-512
+            with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+                step(net, ops)
+            return
+        ours = step(net, ops)
     for a, b in zip(ours[:2], theirs[:2], strict=True):
         assert_equal(a, b)
 
