@@ -388,12 +388,14 @@ def test_fit_without_a_budget_takes_the_smallest_peak(files, tmp_path):
 
 
 def test_amp(files):
-    out, report = files.planned("unet", "60%", IMAGE, "--amp", "bf16")
+    done = run("plan", files.model("unet"), *INPUT, "--amp", "bf16", "--points", "2", "--json", "-")
+    front = json.loads(done.stdout)
+    check_front(front)
+    # Without oneDNN's kernels in bfloat16 a convolution makes a matrix of its windows.
+    assert front["smallest_budget"] < files.front("unet")["smallest_budget"] or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    out, report = files.planned("unet", front["smallest_budget"] * 101 // 100, IMAGE, "--amp", "bf16")
     p, measured = report["predicted"], peak(out)
     assert measured <= p["budget"] and abs(measured - p["peak_bytes"]) <= 0.02 * p["peak_bytes"]
-    done = run("plan", files.model("unet"), *INPUT, "--amp", "bf16", "--points", "2", "--json", "-")
-    check_front(json.loads(done.stdout))
-    assert json.loads(done.stdout)["smallest_budget"] < files.front("unet")["smallest_budget"]
 
 
 @pytest.mark.parametrize("budget", ("100%", "70%", "60%"))

@@ -39,10 +39,21 @@ bool blocked(const Tensor& t) {
          t.suggest_memory_format() == at::MemoryFormat::Contiguous;
 }
 
-// A copy in oneDNN's layout, which fills channels up to 16.
+// How many channels are together in oneDNN's layouts.
+int64_t channels_of_a_block() {
+#ifdef __x86_64__
+  static const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+  return wide ? 16 : 8;
+#else
+  return 16;
+#endif
+}
+
+// A copy in oneDNN's layout, which fills the last block up.
 Tensor in_blocks(IntArrayRef sizes, const Tensor& t) {
   auto padded = sizes.vec();
-  if (padded.size() > 1 && padded[1] > 3) padded[1] = (padded[1] + 15) / 16 * 16;
+  const int64_t block = channels_of_a_block();
+  if (padded.size() > 1 && padded[1] > 3) padded[1] = (padded[1] + block - 1) / block * block;
   return like_sizes(padded, t);
 }
 
