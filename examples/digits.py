@@ -30,7 +30,8 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 import tsmem  # noqa: E402, F401
 
 SIZE = 32
-BUDGET = "35%"
+# Without AVX-512 oneDNN has no convolution in bfloat16, and PyTorch's own makes a matrix of its windows.
+BUDGET = "35%" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "65%"
 ORIGINAL, REWRITTEN, HALF = "original", "rewritten", f"bf16, budget {BUDGET}"
 # TorchScript optimises a graph in its first calls: these steps are not timed.
 WARM_UP = 3
