@@ -233,9 +233,12 @@ struct Kernel : c10::OperatorKernel {
       if (op->row.scripted == Scripted::float32)
         for (Tensor& t : tensors) t = as_scripted(t);
       if (key && op->listed.hasKernelForDispatchKey(*key)) {
-        if (op->promotes() && !promoted(tensors, device)) return call->run(tensors);
-        for (Tensor& t : tensors)
-          if (t.defined() && !op->promotes()) t = at::autocast::cached_cast(at::kFloat, t, device);
+        if (op->promotes()) {
+          if (!promoted(tensors, device)) return call->run(tensors);
+        } else {
+          for (Tensor& t : tensors)
+            if (t.defined()) t = at::autocast::cached_cast(at::kFloat, t, device);
+        }
       }
     }
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
