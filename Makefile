@@ -45,7 +45,8 @@ build-other:
 	@cmake --build build-$(OTHER)
 
 # Every part runs, whatever those before it say; a file's tests run in one process, a core each. $(call tests,Python,build folder,what pytest gets,what ctest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
-tests = failed=0; \
+# Threads that wait for others sleep: spinning, those of two processes take the cores from one another, and tests of small tensors half as long again.
+tests = failed=0; export OMP_WAIT_POLICY=passive; \
 	ctest --test-dir $(2) --output-on-failure --parallel $$(nproc) $(4) || { echo "make $@: ctest failed in $(2)"; failed=1; }; \
 	TSMEM_OPS="$(CURDIR)/$(2)/lib/libtsmem_ops.so" TSMEM_BIN="$(CURDIR)/$(2)/bin/tsmem" $(1) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile $(3) || { echo "make $@: pytest failed with $(1)"; failed=1; }; \
 	[ $$failed -eq 0 ]

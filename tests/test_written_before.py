@@ -84,6 +84,6 @@ def test_is_restored(file, tmp_path):
 @pytest.mark.parametrize("file", FILES)
 def test_is_rewritten_again(file, tmp_path):
     new = tmp_path / "new.pt"
-    done = tool("rewrite", file, "-o", new, "--input", "4x3x16x16")
+    done = tool("rewrite", file, "-o", new)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tool("verify", original_of(file), new, "--input", "4x3x16x16", "--no-measure").returncode == 0

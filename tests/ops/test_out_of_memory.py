@@ -349,8 +349,8 @@ def test_model(faults, how):
 
 def test_model_under_autocast(faults):
     torch.manual_seed(0)
-    model = rewritten(Net())
-    exhaust(faults, whole(model, [draw(4, 3, 24, 24).requires_grad_()], lambda: torch.autocast("cpu", torch.bfloat16)), twice=False)
+    model = rewritten(Block())
+    exhaust(faults, whole(model, [draw(4, 8, 12, 12).requires_grad_()], lambda: torch.autocast("cpu", torch.bfloat16)), twice=False)
 
 
 @pytest.mark.parametrize("name", ("squeeze-excite", "dropouts", "attention"))
