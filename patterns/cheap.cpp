@@ -31,6 +31,7 @@ const std::set<std::string>& recomputed_operators() {
         "mean",          "sum",        "addmm",   "mm",      "bmm",         "baddbmm",    "rms_norm",
         "parameter",     "prelu",      "glu",     "rrelu",   "_grouped_mm", "einsum",     "pad"};
     all.insert("scaled_dot_product_attention");  // it keeps its result
+    all.insert("kept");
     for (const char* kind : {"reflection_pad", "replication_pad"})
       for (const char* dimensions : {"1d", "2d", "3d"}) all.insert(std::string(kind) + dimensions);
     for (const CheapOp& op : kCheapOps) all.insert(canonical_name(op));
@@ -45,7 +46,9 @@ std::vector<Rule> cheap_rules(Worth worth) {
   for (const CheapOp& op : kCheapOps)
     if (op.worth == worth && seen.emplace(op.name(), op.arguments()).second) {
       rules.push_back(rule(op));
-      if (worth == Worth::fed) rules.back().fed_by = recomputed_operators();
+      if (worth != Worth::fed) continue;
+      rules.back().fed_by = recomputed_operators();
+      if (!op.offers) rules.back().fed_by.erase("kept");  // it gains by what its operand is made from alone
     }
   return rules;
 }

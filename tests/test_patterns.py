@@ -105,6 +105,19 @@ class ComposedNorm(nn.Module):
         return z.masked_fill(z > 3, 0.25) / 2
 
 
+class Normalized(nn.Module):
+    """A convolution's output keeps the division by its length, and the products by each other their factors; what is made of them is not kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.gate, self.out = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.scale = nn.Parameter(torch.rand(1, 8, 1, 1) + 0.5)
+
+    def forward(self, x):
+        y = nn.functional.normalize(self.conv(x), dim=1) * self.scale
+        return self.out(y * (self.conv(x) * self.gate(x)))
+
+
 class Stacked(nn.Module):
     """Lists of tensors put together, and pads one behind the other."""
 
@@ -221,6 +234,7 @@ MODELS = {
     "shape-only transforms": lambda: two(Frequencies),
     "pointwise": lambda: two(ComposedNorm),
     "pointwise lists": lambda: two(Stacked),
+    "pointwise of what is kept": lambda: two(Normalized),
     "lookup": lambda: two(Upsampled),
     "prelu": lambda: two(lambda: conv_bn(nn.PReLU(8))),
     "prelu instance": lambda: two(lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.PReLU())),
@@ -244,7 +258,7 @@ LIMITS = {
     "bn-add-act gelu": (1.05, 0.72), "bn-act-mul": (0.72, 0.45), "bn-act-max-pool": (0.75, 0.55), "activation": (0.70, 0.10),
     "activation of a skip connection": (0.47, 0.45), "max-pool": (0.55, 0.10),
     "shape-only": (0.75, 0.10), "shape-only pads": (0.85, 0.10), "shape-only transforms": (0.70, 0.75), "dropout": (0.75, 0.15),
-    "pointwise": (0.40, 0.40), "pointwise lists": (0.30, 0.30), "lookup": (0.50, 0.50),
+    "pointwise": (0.40, 0.40), "pointwise lists": (0.30, 0.30), "pointwise of what is kept": (0.55, 0.70), "lookup": (0.50, 0.50),
     "prelu": (0.60, 0.60), "prelu instance": (0.60, 0.60), "rrelu": (0.45, 0.05), "glu": (0.82, 0.82),
     "addmm": (0.60, 0.60), "einsum": (0.40, 0.40), "composed-activation": (0.40, 0.40), "rms-norm": (0.45, 1.01), "cross-entropy": (0.60, 0.60), "linear-cross-entropy": (0.25, 0.25), "attention with dropout": (0.50, 0.50),
     "rnn lstm": (0.30, 0.30), "rnn gru": (0.30, 0.30), "rnn tanh": (0.30, 0.55),

@@ -1304,6 +1304,24 @@ TEST(Regions, DoesNotTakeElementwiseOperatorsOfWhatIsNotMadeAgain) {
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
 }
 
+TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
+  using V = std::vector<std::string>;
+  const auto found = [](const std::string& made) {
+    Module m = net("def forward(self, x):\n    y = self.conv.forward(x)\n    return self.conv.forward(" + made + ")\n");
+    Module original = reload(m);
+    const V all = names(rewrite(m, regions()));
+    expect_same_numbers(original, m, image());
+    return all;
+  };
+  EXPECT_EQ(found("y / torch.norm(y, 2., [1], True)"), (V{"conv", "pointwise"}));  // it keeps both itself
+  EXPECT_EQ(found("y * self.conv.forward(x)"), (V{"conv", "mul"}));
+  const V neg = found("torch.neg(y)) + torch.silu(self.bn.forward(y)");  // the norm keeps y
+  EXPECT_EQ(std::count(neg.begin(), neg.end(), "pointwise"), 1);
+  // Nothing keeps y: not what divides by a number, nor a copy, nor the one that keeps its result.
+  for (const char* made : {"y / 2.", "torch.neg(y)", "torch.exp(y)", "y + self.conv.forward(x)", "y + x"})
+    for (const std::string& name : found(made)) EXPECT_EQ(name, "conv") << made;
+}
+
 TEST(Regions, DoesNotTakeArithmeticOfNumbers) {
   Module m =
       net("def forward(self, x):\n    n = -(abs(x.size(0) - 3) // 2) + 2 ** x.size(1)\n    k = float(n) / 2. - 1.\n"

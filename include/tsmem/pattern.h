@@ -27,8 +27,8 @@ struct Rule {
       {};  // which activations `act` stands for; empty: any. "in-place": any that overwrites its input
   std::set<std::string> intact =
       {};  // inputs that the op keeps and what it replaces does not: nothing may write to them later
-  std::set<std::string> fed_by =
-      {};  // one of the inputs must come from one of these operators or from a branch, else nothing is gained
+  std::set<std::string> fed_by = {};  // one input must come from one of these operators or a branch, else no gain;
+                                      // "kept": or those that read the inputs keep them all anyway
 };
 
 struct Pattern {

@@ -412,7 +412,7 @@ void check_words(const Rule& rule, const Matched& m) {
                          name};
   }
   for (const std::string& name : rule.fed_by) {
-    const bool known = name == "act" || name == "parameter" || is_with_number(name) ||
+    const bool known = name == "act" || name == "parameter" || name == "kept" || is_with_number(name) ||
                        !overloads(name.find("::") == std::string::npos ? "aten::" + name : name).empty();
     if (!known) throw PatternFault{"fed-by", 0, 0, no_operator("aten::" + name), name};
   }

@@ -9,6 +9,7 @@
 #include "rewriter/rewrite/legality.h"
 #include "rewriter/rewrite/order.h"
 #include "rewriter/rewrite/preoptimized.h"
+#include "rewriter/stays/saved_by.h"
 
 namespace tsmem {
 
@@ -206,8 +207,34 @@ class Matcher {
   bool well_fed(const CompiledRule& rule, const Attempt& a) const {
     const auto& wanted = rule.rule->fed_by;
     if (wanted.empty()) return true;
+    const auto kept = [&](const CanonicalOp& op) {
+      return std::all_of(op.inputs.begin(), op.inputs.end(),
+                         [](const Value* v) { return !may_be_tensor(v) || kept_anyway(v); });
+    };
     return std::any_of(a.ops.begin(), a.ops.end(), [&](const CanonicalOp& op) {
-      return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); });
+      return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); }) ||
+             (wanted.count("kept") && kept(op));
+    });
+  }
+
+  // Whether an operator that reads the tensor v keeps it for backward, as PyTorch's derivatives do, or it is a
+  // constant.
+  static bool kept_anyway(const Value* v) {
+    if (v->node()->kind() == prim::Constant) return true;
+    return std::any_of(v->uses().begin(), v->uses().end(), [](const Use& use) {
+      const FunctionSchema* schema = use.user->maybeSchema();
+      const auto saved = schema ? saved_by(use.user->kind().toQualString()) : std::nullopt;
+      if (!saved || use.offset >= schema->arguments().size()) return false;
+      const auto needs_gradient = [&](const std::string& argument) {
+        const auto i = schema->argumentIndexWithName(argument);
+        const Value* of = i ? use.user->input(*i) : nullptr;
+        return of && may_be_tensor(of) && of->node()->kind() != prim::Constant &&
+               !never_needs_gradient(of->node()->kind().toQualString());
+      };
+      return std::any_of(saved->parts.begin(), saved->parts.end(), [&](const SavedBy::Part& part) {
+        return part.argument == schema->arguments()[use.offset].name() &&
+               (part.gradient_of.empty() || needs_gradient(part.gradient_of));
+      });
     });
   }
 
