@@ -9,7 +9,7 @@ Pattern add() {
       .name = "add",
       .algebra = "z = a + b",
       .keeps = "before: z, where its user keeps it; after: what a and b are made from",
-      .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
+      .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch, or both are kept anyway",
       .for_regions = true,
       .rules = {
           {.match = "%z = add(%a, %b)", .rewrite = "%z = tsmem::add(%a, %b, 1)", .fed_by = recomputed_operators()}}};
@@ -20,7 +20,7 @@ Pattern mul() {
       .name = "mul",
       .algebra = "z = a * b",
       .keeps = "before: a, b, and z, where its user keeps it; after: what a and b are made from",
-      .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch",
+      .conditions = "a or b comes from a norm, an activation, a sum, a product or a branch, or both are kept anyway",
       .for_regions = true,
       .rules = {{.match = "%z = mul(%a, %b)", .rewrite = "%z = tsmem::mul(%a, %b)", .fed_by = recomputed_operators()}}};
 }

@@ -8,7 +8,9 @@ Pattern pointwise() {
   return {.name = "pointwise",
           .algebra = "y = f(x): elementwise functions, choices by a mask, casts, copies, variances, norms",
           .keeps = "before: x or y, and y, where its user keeps it; after: what x is made from",
-          .conditions = "an operand is a parameter, or comes from an operator that can run again, or a branch",
+          .conditions =
+              "an operand is a parameter, or comes from an operator that can run again, or a branch; or all are kept "
+              "anyway",
           .for_regions = true,
           .rules = cheap_rules(Worth::fed)};
 }
