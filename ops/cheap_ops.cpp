@@ -53,7 +53,9 @@ struct Op : torch::CustomClassHolder {
   // A list's tensors put together: keeping them costs no more than keeping the result.
   bool pieces() const { return row.schema.find("(Tensor[] ") != row.schema.npos; }
   // What autocast casts to the widest dtype of its operands; all else on its lists here it casts to float32.
-  bool promotes() const { return pieces() || row.name() == "addcmul" || row.name() == "addcdiv"; }
+  bool promotes() const {
+    return pieces() || row.name() == "addcmul" || row.name() == "addcdiv" || row.name() == "atan2";
+  }
 };
 using OpPtr = c10::intrusive_ptr<Op>;
 

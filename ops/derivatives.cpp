@@ -127,6 +127,15 @@ bool real_number(const Arguments& a) { return !a[1].toScalar().isComplex(); }
 bool real_base(const Arguments& a) { return !a[0].toScalar().isComplex(); }
 bool some_bound(const Arguments& a) { return !(a[1].isNone() && a[2].isNone()); }
 
+// sin(pi x) / (pi x), whose slope at 0 is 0.
+Tensor sinc_gradient(Call c) {
+  const Tensor by_pi = c[0] * M_PI, square = c[0] * c[0] * M_PI;
+  return at::where(square == 0.0, at::zeros({}, c.grad.options()),
+                   c.grad * ((by_pi * by_pi.cos() - by_pi.sin()) / square));
+}
+
+Tensor square_of_distance(Call c) { return (c[0] * c[0] + c[1] * c[1]).reciprocal(); }
+
 const std::vector<Derivative>& derivatives() {
   static const std::vector<Derivative> all = {
       {"abs", {{kFirst, [](Call c) { return c.grad * c[0].sgn(); }}}},
@@ -175,6 +184,21 @@ const std::vector<Derivative>& derivatives() {
        {{kThird, [](Call c) { return c.grad * (1 - c[2]); }},
         {kThird, [](Call c) { return c.grad * c[2]; }},
         {kFirst | kSecond, [](Call c) { return c.grad * (c[1] - c[0]); }}}},
+      {"sinc", {{kFirst, sinc_gradient}}},
+      {"atan2",
+       {{kFirst | kSecond, [](Call c) { return c.grad * c[1] * square_of_distance(c); }},
+        {kFirst | kSecond, [](Call c) { return c.grad * -c[0] * square_of_distance(c); }}}},
+      {"hypot",
+       {{kFirst | kResult, [](Call c) { return c.grad * (c[0] / c.result()); }},
+        {kSecond | kResult, [](Call c) { return c.grad * (c[1] / c.result()); }}}},
+      {"logaddexp",
+       {{kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[1] - c[0]).exp()); }},
+        {kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[0] - c[1]).exp()); }}}},
+      {"logaddexp2",
+       {{kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[1] - c[0]).exp2()); }},
+        {kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[0] - c[1]).exp2()); }}}},
+      {"hardshrink", {{kFirst, [](Call c) { return at::hardshrink_backward(c.grad, c[0], c.number(1)); }}}},
+      {"softshrink", {{kFirst, [](Call c) { return at::softshrink_backward(c.grad, c[0], c.number(1)); }}}},
       // PyTorch keeps the exponential of -|x| too, on the CPU.
       {"log_sigmoid",
        {{kFirst,

@@ -1313,7 +1313,8 @@ TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
     expect_same_numbers(original, m, image());
     return all;
   };
-  EXPECT_EQ(found("y / torch.norm(y, 2., [1], True)"), (V{"conv", "pointwise"}));  // it keeps both itself
+  EXPECT_EQ(found("y / torch.norm(y, 2., [1], True)"), (V{"conv", "pointwise"}));   // it keeps both itself
+  EXPECT_EQ(found("y - torch.logsumexp(y, [1], True)"), (V{"conv", "pointwise"}));  // which keeps y and its result
   EXPECT_EQ(found("y * self.conv.forward(x)"), (V{"conv", "mul"}));
   const V neg = found("torch.neg(y)) + torch.silu(self.bn.forward(y)");  // the norm keeps y
   EXPECT_EQ(std::count(neg.begin(), neg.end(), "pointwise"), 1);

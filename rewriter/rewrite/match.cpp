@@ -217,10 +217,16 @@ class Matcher {
     });
   }
 
-  // Whether an operator that reads the tensor v keeps it for backward, as PyTorch's derivatives do, or it is a
-  // constant.
+  // Whether the operator that makes the tensor v, or one that reads it, keeps it for backward, as PyTorch's derivatives
+  // do; or it is a constant.
   static bool kept_anyway(const Value* v) {
-    if (v->node()->kind() == prim::Constant) return true;
+    const Node* made_by = v->node();
+    if (made_by->kind() == prim::Constant) return true;
+    if (const auto saved = saved_by(made_by->kind().toQualString());
+        saved && std::any_of(saved->parts.begin(), saved->parts.end(), [](const SavedBy::Part& part) {
+          return part.argument == "result" && part.gradient_of.empty();
+        }))
+      return true;
     return std::any_of(v->uses().begin(), v->uses().end(), [](const Use& use) {
       const FunctionSchema* schema = use.user->maybeSchema();
       const auto saved = schema ? saved_by(use.user->kind().toQualString()) : std::nullopt;

@@ -28,7 +28,7 @@ def positive(*shape, seed=0):
 X, Y = data(4, 6, 5), data(4, 6, 5, seed=1)
 P, Q = positive(4, 6, 5), positive(4, 6, 5, seed=1)
 CASES = {
-    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "erf", "erfc", "nan_to_num")},
+    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "sinc", "erf", "erfc", "nan_to_num")},
     **{name: [(P,)] for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "log1p")},
     "add.Scalar": [(X, 2), (X, 0.5, 3)],
     "sub.Tensor": [(X, Y), (X, Y, 3), (X, Y[:, :1]), (X[:1], Y[0, 0])],
@@ -54,7 +54,13 @@ CASES = {
     "addcdiv": [(X, Y, P), (X[0, 0], P[0, 0], Q, 2.0)],
     "lerp.Scalar": [(X, Y, 0.3), (X[0], Y, 2)],
     "lerp.Tensor": [(X, Y, P), (X, Y[:, :1], P[0, 0])],
+    "atan2": [(X, Y), (X, Y[:, :1])],
+    "hypot": [(X, Y), (X[0, 0], Y)],
+    "logaddexp": [(X, Y), (50 * X, Y[:, :1])],
+    "logaddexp2": [(X, Y), (50 * X, Y[:, :1])],
     "log_sigmoid": [(X,), (50 * X,)],
+    "hardshrink": [(X, 0.5), (X, 1)],
+    "softshrink": [(X, 0.5), (X, 1)],
     "where.self": [(MASK, X, Y), (X > 0, X[:, :1], Y[0, 0])],
     "where.ScalarSelf": [(MASK, 2.0, Y)],
     "where.ScalarOther": [(X > 0, X, -1.0)],
