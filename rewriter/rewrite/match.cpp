@@ -207,14 +207,22 @@ class Matcher {
   bool well_fed(const CompiledRule& rule, const Attempt& a) const {
     const auto& wanted = rule.rule->fed_by;
     if (wanted.empty()) return true;
-    const auto kept = [&](const CanonicalOp& op) {
-      return std::all_of(op.inputs.begin(), op.inputs.end(),
-                         [](const Value* v) { return !may_be_tensor(v) || kept_anyway(v); });
-    };
     return std::any_of(a.ops.begin(), a.ops.end(), [&](const CanonicalOp& op) {
       return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); }) ||
-             (wanted.count("kept") && kept(op));
+             (wanted.count("kept") && keeps_all(op));
     });
+  }
+
+  // Whether every tensor that op takes is kept anyway.
+  static bool keeps_all(const CanonicalOp& op) {
+    std::vector<const Value*> tensors;
+    for (const Value* v : op.inputs) {
+      if (may_be_tensor(v)) tensors.push_back(v);
+      if (v->type()->kind() != ListType::Kind || !v->type()->isSubtypeOf(*ListType::ofTensors())) continue;
+      if (v->node()->kind() != prim::ListConstruct) return false;
+      tensors.insert(tensors.end(), v->node()->inputs().begin(), v->node()->inputs().end());
+    }
+    return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), kept_anyway);
   }
 
   // Whether the operator that makes the tensor v, or one that reads it, keeps it for backward, as PyTorch's derivatives
