@@ -53,8 +53,9 @@ struct Op : torch::CustomClassHolder {
   // A list's tensors put together: keeping them costs no more than keeping the result.
   bool pieces() const { return row.schema.find("(Tensor[] ") != row.schema.npos; }
   // What autocast casts to the widest dtype of its operands; all else on its lists here it casts to float32.
-  bool promotes() const {
-    return pieces() || row.name() == "addcmul" || row.name() == "addcdiv" || row.name() == "atan2";
+  bool promotes(at::DeviceType device) const {
+    return pieces() || row.name() == "addcmul" || row.name() == "addcdiv" || row.name() == "atan2" ||
+           (row.name() == "grid_sampler" && device != at::kCPU);
   }
 };
 using OpPtr = c10::intrusive_ptr<Op>;
@@ -153,9 +154,13 @@ struct Cheap : torch::autograd::Function<Cheap> {
     const size_t count = call->sizes.size();
     variable_list g(count + 3);
     if (!grads[0].defined()) return g;
+    const auto together = call->op->derivative->together;
     unsigned reads = 0;
-    for (size_t i = 0; i < count; ++i)
-      if (formulas[i].of && ctx->needs_input_grad(i)) reads |= formulas[i].reads;
+    std::vector<bool> wanted(count);
+    for (size_t i = 0; i < count; ++i) {
+      wanted[i] = (formulas[i].of || together) && ctx->needs_input_grad(i);
+      if (wanted[i]) reads |= formulas[i].reads;
+    }
     const SavedTensors kept(ctx);
     const bool again = (reads & kResult) && ctx->saved_data["again"].toBool();
     BackwardCall now{grads[0], std::vector<Tensor>(count), call->arguments, call->sizes[0]};
@@ -163,8 +168,9 @@ struct Cheap : torch::autograd::Function<Cheap> {
       if ((reads & 1u << i) || again) now.values[i] = kept[i];
     now.values.push_back(again ? call->run(now.values) : reads & kResult ? kept[count] : Tensor());
     std::vector<Tensor> made(count);
+    if (together) made = together(now, wanted);
     for (size_t i = 0; i < count; ++i)
-      if (formulas[i].of && ctx->needs_input_grad(i)) made[i] = formulas[i].of(now).sum_to_size(call->sizes[i]);
+      if (wanted[i] && !together) made[i] = formulas[i].of(now).sum_to_size(call->sizes[i]);
     if (kept.any_made())
       made = kept.refuse_double_backward(std::move(made), std::string(call->op->row.name()).c_str(), grads[0]);
     std::copy(made.begin(), made.end(), g.begin());
@@ -235,7 +241,7 @@ struct Kernel : c10::OperatorKernel {
       if (op->row.scripted == Scripted::float32)
         for (Tensor& t : tensors) t = as_scripted(t);
       if (key && op->listed.hasKernelForDispatchKey(*key)) {
-        if (op->promotes()) {
+        if (op->promotes(device)) {
           if (!promoted(tensors, device)) return call->run(tensors);
         } else {
           for (Tensor& t : tensors)

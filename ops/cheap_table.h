@@ -160,6 +160,8 @@ inline constexpr CheapOp kCheapOps[] = {
            "Tensor"),
     lookup("upsample_trilinear3d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),
+    copy("grid_sampler(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> "
+         "Tensor"),
     // Reductions, whose outputs are small: they keep their operand, or what it is made from.
     reduction("amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
     reduction("amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),

@@ -136,6 +136,13 @@ Tensor sinc_gradient(Call c) {
 
 Tensor square_of_distance(Call c) { return (c[0] * c[0] + c[1] * c[1]).reciprocal(); }
 
+std::vector<Tensor> sampled_gradients(Call c, const std::vector<bool>& wanted) {
+  const auto backward = c[0].dim() == 5 ? at::grid_sampler_3d_backward : at::grid_sampler_2d_backward;
+  auto [input, grid] = backward(c.grad, c[0], c[1], c.arguments[2].toInt(), c.arguments[3].toInt(),
+                                c.arguments[4].toBool(), {wanted[0], wanted[1]});
+  return {input, wanted[1] ? grid : Tensor()};
+}
+
 const std::vector<Derivative>& derivatives() {
   static const std::vector<Derivative> all = {
       {"abs", {{kFirst, [](Call c) { return c.grad * c[0].sgn(); }}}},
@@ -203,6 +210,7 @@ const std::vector<Derivative>& derivatives() {
       {"log_sigmoid",
        {{kFirst,
          [](Call c) { return at::log_sigmoid_backward(c.grad, c[0], std::get<1>(at::log_sigmoid_forward(c[0]))); }}}},
+      {"grid_sampler", {{kFirst | kSecond}, {kFirst | kSecond}}, nullptr, sampled_gradients},
       {"amax", {{kFirst | kResult, extremes}}},
       {"amin", {{kFirst | kResult, extremes}}},
       {"var.dim", {{kFirst, [](Call c) { return variance(c, c.grad); }}}},

@@ -33,6 +33,8 @@ struct Derivative {
   std::vector<OperandDerivative> operands;
   // Whether these arguments are among what the formulas are for; null: all are.
   bool (*takes)(const std::vector<at::IValue>& arguments) = nullptr;
+  // The gradients of all operands that are wanted by one kernel, in place of each operand's `of`.
+  std::vector<at::Tensor> (*together)(const BackwardCall&, const std::vector<bool>& wanted) = nullptr;
 };
 
 // Null for an operator whose own backward reads nothing but sizes, indices and masks.

@@ -98,6 +98,11 @@ CASES = {
     "upsample_bilinear2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
     "upsample_bicubic2d.vec": [(data(2, 3, 5, 4), [10, 9], True, None)],
     "upsample_trilinear3d.vec": [(data(2, 3, 5, 4, 2), None, False, [2.0, 2.0, 2.0])],
+    "grid_sampler": [
+        (data(2, 3, 5, 4), data(2, 3, 6, 2, low=-1.2, high=1.2, seed=1), 0, 0, False),
+        (data(2, 3, 5, 4), data(2, 3, 6, 2, low=-1.2, high=1.2, seed=1), 2, 2, True),
+        (data(1, 2, 3, 5, 4), data(1, 2, 3, 6, 3, low=-1.2, high=1.2, seed=1), 0, 1, False),
+    ],
     "amax": [(X, [1], True), (X, [0, -1], False), (X,)],
     "amin": [(X, [2]), (X, [], True)],
     "var.dim": [(X, [1], True, True), (X, [0, -1], False, False), (X, None, True, False)],
