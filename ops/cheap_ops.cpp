@@ -169,8 +169,11 @@ struct Cheap : torch::autograd::Function<Cheap> {
     now.values.push_back(again ? call->run(now.values) : reads & kResult ? kept[count] : Tensor());
     std::vector<Tensor> made(count);
     if (together) made = together(now, wanted);
-    for (size_t i = 0; i < count; ++i)
-      if (wanted[i] && !together) made[i] = formulas[i].of(now).sum_to_size(call->sizes[i]);
+    // Small ones first, as PyTorch has them: a large one that waits would lie beside the others' temporaries.
+    for (const bool large : {false, true})
+      for (size_t i = 0; i < count; ++i)
+        if (wanted[i] && !together && large == (c10::IntArrayRef(call->sizes[i]) == grads[0].sizes()))
+          made[i] = formulas[i].of(now).sum_to_size(call->sizes[i]);
     if (kept.any_made())
       made = kept.refuse_double_backward(std::move(made), std::string(call->op->row.name()).c_str(), grads[0]);
     std::copy(made.begin(), made.end(), g.begin());

@@ -22,7 +22,7 @@ struct CheapOp {
   bool in_place = false;    // PyTorch has sub_ too
   Scripted scripted = Scripted::as_it_is;
   Worth worth = Worth::fed;
-  bool offers = true;       // false: the output is small, and takes long to recompute
+  bool offers = true;       // false: the output is small, or takes long to recompute
   bool by_element = false;  // an element of the output depends on the same element of each operand
 
   constexpr std::string_view full_name() const { return schema.substr(0, schema.find('(')); }
@@ -52,7 +52,7 @@ constexpr CheapOp copy(std::string_view schema, bool in_place = false) {
   return {.schema = schema, .in_place = in_place};
 }
 constexpr CheapOp lookup(std::string_view schema) { return {.schema = schema, .worth = Worth::always}; }
-constexpr CheapOp reduction(std::string_view schema) { return {.schema = schema, .offers = false}; }
+constexpr CheapOp kept(std::string_view schema) { return {.schema = schema, .offers = false}; }
 
 inline constexpr CheapOp kCheapOps[] = {
     // One operand.
@@ -160,18 +160,19 @@ inline constexpr CheapOp kCheapOps[] = {
            "Tensor"),
     lookup("upsample_trilinear3d.vec(Tensor input, int[]? output_size, bool align_corners, float[]? scale_factors) -> "
            "Tensor"),
-    copy("grid_sampler(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> "
-         "Tensor"),
+    // Not made again itself: in a chain, a flow that is warped by itself, all of it would run again for each.
+    kept("grid_sampler(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) "
+         "-> Tensor"),
     // Reductions, whose outputs are small: they keep their operand, or what it is made from.
-    reduction("amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
-    reduction("amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
-    reduction("var.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),
-    reduction("var.correction(Tensor self, int[1]? dim=None, Scalar? correction=None, bool keepdim=False) -> Tensor"),
-    reduction("std.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),
-    reduction("std.correction(Tensor self, int[1]? dim=None, Scalar? correction=None, bool keepdim=False) -> Tensor"),
-    reduction("norm.ScalarOpt_dim(Tensor self, Scalar? p, int[1] dim, bool keepdim=False) -> Tensor"),
-    reduction("linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, ScalarType? "
-              "dtype=None) -> Tensor"),
+    kept("amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
+    kept("amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"),
+    kept("var.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),
+    kept("var.correction(Tensor self, int[1]? dim=None, Scalar? correction=None, bool keepdim=False) -> Tensor"),
+    kept("std.dim(Tensor self, int[1]? dim, bool unbiased=True, bool keepdim=False) -> Tensor"),
+    kept("std.correction(Tensor self, int[1]? dim=None, Scalar? correction=None, bool keepdim=False) -> Tensor"),
+    kept("norm.ScalarOpt_dim(Tensor self, Scalar? p, int[1] dim, bool keepdim=False) -> Tensor"),
+    kept("linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, ScalarType? "
+         "dtype=None) -> Tensor"),
 };
 
 }  // namespace tsmem

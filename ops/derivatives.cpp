@@ -134,7 +134,11 @@ Tensor sinc_gradient(Call c) {
                    c.grad * ((by_pi * by_pi.cos() - by_pi.sin()) / square));
 }
 
-Tensor square_of_distance(Call c) { return (c[0] * c[0] + c[1] * c[1]).reciprocal(); }
+// One by the square of a point's distance from the origin, where it is 0.
+Tensor by_square_of_distance(Call c) {
+  const Tensor square = c[0] * c[0] + c[1] * c[1];
+  return square.reciprocal().masked_fill(square == 0, 0);
+}
 
 std::vector<Tensor> sampled_gradients(Call c, const std::vector<bool>& wanted) {
   const auto backward = c[0].dim() == 5 ? at::grid_sampler_3d_backward : at::grid_sampler_2d_backward;
@@ -193,8 +197,8 @@ const std::vector<Derivative>& derivatives() {
         {kFirst | kSecond, [](Call c) { return c.grad * (c[1] - c[0]); }}}},
       {"sinc", {{kFirst, sinc_gradient}}},
       {"atan2",
-       {{kFirst | kSecond, [](Call c) { return c.grad * c[1] * square_of_distance(c); }},
-        {kFirst | kSecond, [](Call c) { return c.grad * -c[0] * square_of_distance(c); }}}},
+       {{kFirst | kSecond, [](Call c) { return c.grad * c[1] * by_square_of_distance(c); }},
+        {kFirst | kSecond, [](Call c) { return c.grad * -c[0] * by_square_of_distance(c); }}}},
       {"hypot",
        {{kFirst | kResult, [](Call c) { return c.grad * c[0] / c.result(); }},
         {kSecond | kResult, [](Call c) { return c.grad * c[1] / c.result(); }}}},
@@ -202,8 +206,8 @@ const std::vector<Derivative>& derivatives() {
        {{kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[1] - c[0]).exp()); }},
         {kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[0] - c[1]).exp()); }}}},
       {"logaddexp2",
-       {{kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[1] - c[0]).exp2()); }},
-        {kFirst | kSecond, [](Call c) { return c.grad / (1 + (c[0] - c[1]).exp2()); }}}},
+       {{kFirst | kSecond, [](Call c) { return c.grad / (1 + at::pow(2, c[1] - c[0])); }},
+        {kFirst | kSecond, [](Call c) { return c.grad / (1 + at::pow(2, c[0] - c[1])); }}}},
       {"hardshrink", {{kFirst, [](Call c) { return at::hardshrink_backward(c.grad, c[0], c.number(1)); }}}},
       {"softshrink", {{kFirst, [](Call c) { return at::softshrink_backward(c.grad, c[0], c.number(1)); }}}},
       // PyTorch keeps the exponential of -|x| too, on the CPU.

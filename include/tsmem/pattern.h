@@ -28,7 +28,7 @@ struct Rule {
   std::set<std::string> intact =
       {};  // inputs that the op keeps and what it replaces does not: nothing may write to them later
   std::set<std::string> fed_by = {};  // one input must come from one of these operators or a branch, else no gain;
-                                      // "kept": or those that read the inputs keep them all anyway
+                                      // "kept": or those that read them keep them all
 };
 
 struct Pattern {

@@ -209,33 +209,30 @@ class Matcher {
     if (wanted.empty()) return true;
     return std::any_of(a.ops.begin(), a.ops.end(), [&](const CanonicalOp& op) {
       return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); }) ||
-             (wanted.count("kept") && keeps_all(op));
+             (wanted.count("kept") && keeps_all(op, wanted));
     });
   }
 
-  // Whether every tensor that op takes is kept anyway.
-  static bool keeps_all(const CanonicalOp& op) {
+  // Whether every tensor that op takes is kept anyway. What overwrites makes no tensor that could be saved, and a list
+  // that is made again holds all its pieces.
+  bool keeps_all(const CanonicalOp& op, const std::set<std::string>& replaced) const {
     std::vector<const Value*> tensors;
     for (const Value* v : op.inputs) {
-      if (may_be_tensor(v)) tensors.push_back(v);
-      if (v->type()->kind() != ListType::Kind || !v->type()->isSubtypeOf(*ListType::ofTensors())) continue;
-      if (v->node()->kind() != prim::ListConstruct) return false;
-      tensors.insert(tensors.end(), v->node()->inputs().begin(), v->node()->inputs().end());
+      if (v->type()->kind() == ListType::Kind && v->type()->isSubtypeOf(*ListType::ofTensors())) return false;
+      if (may_be_tensor(v) && v->node()->kind() != prim::Constant) tensors.push_back(v);
     }
-    return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), kept_anyway);
+    return !op.in_place && !tensors.empty() &&
+           std::all_of(tensors.begin(), tensors.end(), [&](const Value* v) { return kept_anyway(v, replaced); });
   }
 
-  // Whether the operator that makes the tensor v, or one that reads it, keeps it for backward, as PyTorch's derivatives
-  // do; or it is a constant.
-  static bool kept_anyway(const Value* v) {
-    const Node* made_by = v->node();
-    if (made_by->kind() == prim::Constant) return true;
-    if (const auto saved = saved_by(made_by->kind().toQualString());
-        saved && std::any_of(saved->parts.begin(), saved->parts.end(), [](const SavedBy::Part& part) {
-          return part.argument == "result" && part.gradient_of.empty();
-        }))
-      return true;
-    return std::any_of(v->uses().begin(), v->uses().end(), [](const Use& use) {
+  // Whether an operator that reads the tensor v, and is replaced as well, keeps it for backward. The ones that stay
+  // keep it without a word to ours.
+  bool kept_anyway(const Value* v, const std::set<std::string>& replaced) const {
+    return std::any_of(v->uses().begin(), v->uses().end(), [&](const Use& use) {
+      const auto known = operators_.canonical.find(use.user);
+      if (known == operators_.canonical.end() ||
+          (!replaced.count(known->second.name) && known->second.name.find("conv") == std::string::npos))
+        return false;
       const FunctionSchema* schema = use.user->maybeSchema();
       const auto saved = schema ? saved_by(use.user->kind().toQualString()) : std::nullopt;
       if (!saved || use.offset >= schema->arguments().size()) return false;

@@ -54,7 +54,7 @@ CASES = {
     "addcdiv": [(X, Y, P), (X[0, 0], P[0, 0], Q, 2.0)],
     "lerp.Scalar": [(X, Y, 0.3), (X[0], Y, 2)],
     "lerp.Tensor": [(X, Y, P), (X, Y[:, :1], P[0, 0])],
-    "atan2": [(X, Y), (X, Y[:, :1])],
+    "atan2": [(X, Y), (X, Y[:, :1]), (X.clamp(min=0), Y.clamp(min=0))],
     "hypot": [(X, Y), (X[0, 0], Y)],
     "logaddexp": [(X, Y), (50 * X, Y[:, :1])],
     "logaddexp2": [(X, Y), (50 * X, Y[:, :1])],
