@@ -54,7 +54,7 @@ CASES = {
     "addcdiv": [(X, Y, P), (X[0, 0], P[0, 0], Q, 2.0)],
     "lerp.Scalar": [(X, Y, 0.3), (X[0], Y, 2)],
     "lerp.Tensor": [(X, Y, P), (X, Y[:, :1], P[0, 0])],
-    "atan2": [(X, Y), (X, Y[:, :1]), (X.clamp(min=0), Y.clamp(min=0))],
+    "atan2": [(X, Y), (X, Y[:, :1])],
     "hypot": [(X, Y), (X[0, 0], Y)],
     "logaddexp": [(X, Y), (50 * X, Y[:, :1])],
     "logaddexp2": [(X, Y), (50 * X, Y[:, :1])],
@@ -204,12 +204,15 @@ EDGES = {
         (torch.tensor([2, 0, 3]), Y[0, 0, :3]),
         (torch.tensor([0.0, 0.0, 2.0], dtype=F64), torch.tensor([2.0, 0.0, float("inf")], dtype=F64)),
     ],
+    "atan2": [(X.clamp(min=0), Y.clamp(min=0)), (1e-200 * X, 1e-200 * Y)],  # the origin, and what is as near to it in float64
+    "logaddexp": [(torch.tensor([float("inf"), -float("inf"), 0.0], dtype=F64), torch.tensor([float("inf"), 1.0, float("inf")], dtype=F64))],
+    "sinc": [(torch.tensor([0.0, 1e-200, 1.0], dtype=F64),)],
 }
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_equals_pytorch_at_the_edges(name):
-    """Tensors without dimensions, more degrees of freedom than elements, operands of two dtypes, infinite gradients."""
+    """Tensors without dimensions, more degrees of freedom than elements, operands of two dtypes, the origin, infinite operands and gradients."""
     for args in EDGES[name]:
         y = pytorch(name)(*args)
         for cotangent in (None, torch.full_like(y, float("inf"))):
