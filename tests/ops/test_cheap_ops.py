@@ -260,14 +260,20 @@ def test_derivatives(name):
         if name == "embedding" and len(args) > 2 or float("-inf") in [a for a in args if isinstance(a, float)]:
             continue  # no derivatives of the result: padding has no gradient by definition, and inf - inf is NaN
 
-        def f(*leaves):
+        def f(*leaves, of=ours):
             rest = iter(leaves)
             take = lambda x: next(rest) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-            return ours(name)(*[[take(t) for t in a] if isinstance(a, list) and a and isinstance(a[0], torch.Tensor) else take(a) for a in args])
+            return of(name)(*[[take(t) for t in a] if isinstance(a, list) and a and isinstance(a[0], torch.Tensor) else take(a) for a in args])
 
         leaves = tensors(args)[1]
         assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
-        assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
+        try:
+            assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
+        except RuntimeError as error:  # grid_sampler's in torch 2.11
+            if "is not implemented" not in str(error):
+                raise
+            with pytest.raises(RuntimeError, match="is not implemented"):
+                torch.autograd.gradgradcheck(lambda *x: f(*x, of=pytorch), leaves, fast_mode=True)
 
 
 @ALL
