@@ -134,7 +134,7 @@ Tensor sinc_gradient(Call c) {
                    c.grad * ((by_pi * by_pi.cos() - by_pi.sin()) / square));
 }
 
-// One by the square of a point's distance from the origin, where it is 0.
+// The reciprocal of the square of a point's distance from the origin; 0 at the origin, as PyTorch has it.
 Tensor by_square_of_distance(Call c) {
   const Tensor square = c[0] * c[0] + c[1] * c[1];
   return square.reciprocal().masked_fill(square == 0, 0);
