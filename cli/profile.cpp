@@ -225,7 +225,7 @@ int run(const ProfileArguments& o, const Common& common) {
   check_files(o);
   o.run.apply();
   require_device(o.run.device);
-  auto file = load_to_run(o.model, o.run.device);
+  auto file = load_model(o.model, o.run.device);
   const auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
   const Progress progress(common);
   ProfileOptions options = profile_options(o, common);
@@ -234,7 +234,7 @@ int run(const ProfileArguments& o, const Common& common) {
   std::unique_ptr<Profile> other;
   TimeRatio ratio;
   if (!o.other.empty()) {
-    auto other_file = load_to_run(o.other, o.run.device);
+    auto other_file = load_model(o.other, o.run.device);
     other = std::make_unique<Profile>(measure(o.other, other_file, inputs, options, progress));
     options.progress = [&](const std::string& text) { progress(text); };
     const KeepFreedMemory keep;

@@ -105,7 +105,7 @@ VerifyResult verify_files(const VerifyArguments& o, const torch::jit::Module& a,
 int run(const VerifyArguments& o, const Common& common) {
   o.run.apply();
   require_device(o.run.device);
-  auto a = load_to_run(o.a, o.run.device), b = load_to_run(o.b, o.run.device);
+  auto a = load_model(o.a, o.run.device), b = load_model(o.b, o.run.device);
   auto inputs = make_inputs(o.run.inputs, o.run.inputs_file, common.seed, o.run.device);
   const KeepFreedMemory keep;
   VerifyOptions options;

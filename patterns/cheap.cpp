@@ -34,7 +34,8 @@ const std::set<std::string>& recomputed_operators() {
     all.insert("kept");
     for (const char* kind : {"reflection_pad", "replication_pad"})
       for (const char* dimensions : {"1d", "2d", "3d"}) all.insert(std::string(kind) + dimensions);
-    for (const CheapOp& op : kCheapOps) all.insert(canonical_name(op));
+    for (const CheapOp& op : kCheapOps)
+      if (op.offers) all.insert(canonical_name(op));
     return all;
   }();
   return names;

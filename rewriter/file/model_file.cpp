@@ -16,6 +16,7 @@
 #include "rewriter/file/op_library.h"
 #include "rewriter/graph/exported_program.h"
 #include "rewriter/graph/inline_regions.h"
+#include "rewriter/graph/mode_blocks.h"
 
 namespace tsmem {
 namespace fs = std::filesystem;
@@ -80,15 +81,12 @@ c10::Device device_named(const std::string& device) {
   }
 }
 
-using ModuleOf = std::function<torch::jit::Module(const ExportedProgram& program, c10::Device device)>;
-
-ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device,
-                        const ModuleOf& module_of_program) {
+ModelFile load_exported(const std::string& path, const Archive& archive, const c10::Device& device) {
   const Reading reading(path, archive);
   check_records(path, archive, /*tensors_alone=*/true);
   try {
-    const auto program = std::make_shared<const ExportedProgram>(read_exported(path, archive));
-    ModelFile file{path, module_of_program(*program, device), extra_files_of(*program), program};
+    const auto program = std::make_shared<const ExportedProgram>(with_regions_inline(read_exported(path, archive)));
+    ModelFile file{path, module_with_blocks(*program, device, RunBy::program), extra_files_of(*program), program};
     check_module(path, file.module);
     return file;
   } catch (const c10::Error& e) {
@@ -102,9 +100,11 @@ void write_model(const ModelFile& model, const std::function<size_t(const void*,
   torch::jit::ExportModule(model.module, write, extra);
 }
 
-ModelFile load_by(const std::string& path, const std::string& device, const ModuleOf& module_of_program) {
+}  // namespace
+
+ModelFile load_model(const std::string& path, const std::string& device) {
   auto archive = read_archive(path);
-  if (is_exported(archive)) return load_exported(path, archive, device_named(device), module_of_program);
+  if (is_exported(archive)) return load_exported(path, archive, device_named(device));
   if (archive.has("model.json"))
     throw Error(ErrorKind::input, "'" + path +
                                       "' is in PyTorch's format from before 1.4, whose tensors can't be checked; load "
@@ -138,16 +138,6 @@ ModelFile load_by(const std::string& path, const std::string& device, const Modu
   check_module(path, file.module);
   file.extra_files = {extra.begin(), extra.end()};
   return file;
-}
-
-}  // namespace
-
-ModelFile load_model(const std::string& path, const std::string& device) { return load_by(path, device, module_of); }
-
-ModelFile load_to_run(const std::string& path, const std::string& device) {
-  return load_by(path, device, [](const ExportedProgram& program, c10::Device where) {
-    return module_with_blocks(with_regions_inline(program), where);
-  });
 }
 
 PendingModel::PendingModel(const ModelFile& model, const std::string& path, bool force) : force_(force) {

@@ -19,15 +19,11 @@ struct ModelFile {
 };
 
 // Loads a TorchScript file or an archive of torch.export, told apart by what is in it. `device` may be "meta":
-// structure without weights.
+// structure without weights. Regions of an exported program that run in another mode are `with` blocks (mode_blocks.h).
 // Throws Error(ErrorKind::input) with one sentence for: no such file, a directory, not a zip, a truncated zip, a
 // state_dict or pickled nn.Module in place of TorchScript (says how to script it), an unknown custom op (names it, and
 // the option ops), an archive that can't be trained.
 ModelFile load_model(const std::string& path, const std::string& device = "cpu");
-
-// As load_model(), of a model that is run and not written: regions of an exported program that run in another mode
-// (inline_regions.h) are `with` blocks of TorchScript's.
-ModelFile load_to_run(const std::string& path, const std::string& device = "cpu");
 
 // A model, written in the format that it was read in to a temporary file beside `path`, synced and its directory read
 // back. It can be loaded from temporary() and looked at; commit() renames it to `path`, and without that it is removed.

@@ -10,6 +10,7 @@
 #include "rewriter/graph/check_exported.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/outline_regions.h"
 #include "rewriter/graph/tensor_values.h"
 
 namespace tsmem {
@@ -295,6 +296,7 @@ void write_exported(const ExportedProgram& program, const Module& rewritten,
   json changed = program.program;
   changed["graph_module"] = graph_of_module(rewritten, program.program.at("graph_module"));
   describe_tensors(changed["graph_module"]["graph"]);
+  outline_regions(changed["graph_module"]["graph"]);
 
   PyTorchStreamReader reader(program.path);
   caffe2::serialize::PyTorchStreamWriter writer(write);

@@ -13,6 +13,7 @@
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/inline_regions.h"
+#include "rewriter/graph/mode_blocks.h"
 #include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
 #include "rewriter/graph/outline.h"
@@ -86,7 +87,7 @@ class Importer {
   explicit Importer(const ExportedProgram& program)
       : program_(program.program),
         path_(program.path),
-        module_(module_with_blocks(program, c10::kCPU)),
+        module_(module_with_blocks(program, c10::kCPU, RunBy::torchscript)),
         body_(function_graph(module_.type()->findMethod("forward"))) {}
 
   Imported run() {
@@ -122,7 +123,7 @@ class Importer {
       throw Error(ErrorKind::input,
                   fmt::format("'{}' calls {}, {}, so it can't be imported; 'tsmem rewrite' takes it.", path_, target,
                               target == "torch.ops.higher_order.wrap_with_autocast"
-                                  ? "within which TorchScript would cast other operators than PyTorch does"
+                                  ? "of whose operators it can't be told what they cast"
                                   : "which TorchScript can't express"));
     }
   }

@@ -1,23 +1,17 @@
 #include "rewriter/graph/inline_regions.h"
 
 #include <fmt/format.h>
-#include <torch/csrc/jit/api/compilation_unit.h>
-#include <torch/csrc/jit/frontend/resolver.h>
-#include <torch/csrc/jit/frontend/sugared_value.h>
 
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "rewriter/error.h"
-#include "rewriter/graph/exported_graph.h"
+#include "rewriter/graph/autocast_casts.h"
 #include "rewriter/graph/exported_schema.h"
-#include "rewriter/graph/origin.h"
-#include "rewriter/modules.h"
 
 namespace tsmem {
 
-using namespace torch::jit;
 using nlohmann::json;
 
 namespace {
@@ -31,6 +25,9 @@ const char* const kTables[] = {"tensor_values", "sym_int_values", "sym_float_val
 // what goes in.
 struct ModeRegion {
   std::vector<std::string> mode;
+  std::optional<int64_t> casts_to;  // the dtype of an autocast that is switched on, in the schema's numbers
+  bool caches = false;              // such an autocast
+  size_t graph_at = 0;              // among the node's inputs
   const json* graph = nullptr;
   std::vector<const json*> inputs;
 };
@@ -43,14 +40,17 @@ std::optional<ModeRegion> region_of(const json& node) {
   const auto argument = [&](size_t i) -> const json& { return given.at(i).at("arg"); };
   const size_t at = autocast ? 4 : 1;  // device, dtype, enabled, cache; or enabled
   ModeRegion region;
+  region.graph_at = at;
   region.graph = &argument(at).at("as_graph").at("graph");
   const bool enabled = argument(autocast ? 2 : 0).at("as_bool").get<bool>();
-  // What an autocast casts, TorchScript decides by other lists than eager PyTorch.
-  if (autocast && enabled) return std::nullopt;
-  if (autocast)
+  if (autocast) {
     region.mode = {"autocast", argument(0).at("as_string").get<std::string>()};
-  else
+    if (enabled && !argument(1).contains("as_scalar_type")) return std::nullopt;
+    if (enabled) region.casts_to = argument(1).at("as_scalar_type").get<int64_t>();
+    region.caches = argument(3).value("as_bool", true);
+  } else {
     region.mode = {enabled ? "enable_grad" : "no_grad"};
+  }
   for (size_t i = at + 1; i < given.size(); ++i) region.inputs.push_back(&argument(i));
   return region;
 }
@@ -69,13 +69,23 @@ std::string stack_of(const json& node) {
   return node.contains("metadata") ? node["metadata"].value("nn_module_stack", "") : "";
 }
 
-bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
+std::set<std::string> parameters_of(const json& graph_module) {
+  std::set<std::string> names;
+  const json &inputs = graph_module.at("graph").at("inputs"), &specs = graph_module.at("signature").at("input_specs");
+  for (size_t i = 0; i < inputs.size() && i < specs.size(); ++i)
+    if (specs[i].contains("parameter"))
+      for (const std::string& name : names_in(json::array({inputs[i]}))) names.insert(name);
+  return names;
+}
 
 class Inliner {
  public:
-  explicit Inliner(json& graph) : graph_(graph) {
-    for (const std::string& name : names_in(graph.at("inputs"))) taken_.insert(name);
-    for (const json& node : graph.at("nodes"))
+  explicit Inliner(json& graph_module)
+      : graph_(graph_module.at("graph")),
+        parameters_(parameters_of(graph_module)),
+        casts_{graph_, parameters_, [this](const std::string& name) { return unused(name); }} {
+    for (const std::string& name : names_in(graph_.at("inputs"))) taken_.insert(name);
+    for (const json& node : graph_.at("nodes"))
       for (const std::string& name : names_in(node.at("outputs"))) taken_.insert(name);
   }
 
@@ -89,6 +99,9 @@ class Inliner {
  private:
   using Names = std::unordered_map<std::string, std::string>;
 
+  // A region with autocast switched on in which it can't be told what is cast.
+  struct CastsUnknown {};
+
   static void rename(json& argument, const Names& names) {
     for_each_name(argument, [&](json& name) {
       if (const auto other = names.find(name.get<std::string>()); other != names.end()) name = other->second;
@@ -101,11 +114,42 @@ class Inliner {
     for (json& input : node["inputs"]) rename(input["arg"], outer_);
     if (!stack.empty() && stack_of(node).empty()) node["metadata"]["nn_module_stack"] = stack;
     const auto region = region_of(node);
-    if (!region || !add_region(*region, node)) graph_["nodes"].push_back(std::move(node));
+    if (region && add_region(*region, node)) return;
+    if (!autocast_.dtypes.empty() && (region || !add_casts(casts_, autocast_, node))) throw CastsUnknown();
+    graph_["nodes"].push_back(std::move(node));
   }
 
-  // False where its inputs and results are no tensors or numbers by name.
+  // False where its inputs and results are no tensors or numbers by name, or what is cast in it can't be told.
   bool add_region(const ModeRegion& region, const json& node) {
+    const Autocast around = autocast_;
+    const auto cached = casts_.cached;
+    const Names names = outer_;
+    const size_t before = graph_["nodes"].size();
+    if (region.mode[0] == "autocast") switch_autocast(region);
+    bool added = false;
+    try {
+      added = add_inside(region, node);
+    } catch (const CastsUnknown&) {
+      if (!around.dtypes.empty()) throw;
+      outer_ = names;
+      while (graph_["nodes"].size() > before) graph_["nodes"].erase(graph_["nodes"].size() - 1);
+    }
+    autocast_ = around;
+    // The casts of parameters live until the outermost autocast ends.
+    if (!added || autocast_.dtypes.empty()) casts_.cached = autocast_.dtypes.empty() ? decltype(cached)() : cached;
+    return added;
+  }
+
+  void switch_autocast(const ModeRegion& region) {
+    if (region.casts_to) {
+      autocast_.dtypes[region.mode[1]] = *region.casts_to;
+      autocast_.caches = region.caches;
+    } else {
+      autocast_.dtypes.erase(region.mode[1]);
+    }
+  }
+
+  bool add_inside(const ModeRegion& region, const json& node) {
     json inner = *region.graph;
     const auto formal = names_in(inner.at("inputs")), results = names_in(inner.at("outputs"));
     const auto outputs = names_in(node.at("outputs"));
@@ -113,7 +157,7 @@ class Inliner {
     Names names;
     for (size_t i = 0; i < formal.size(); ++i) {
       const auto given = names_in(json::array({*region.inputs[i]}));
-      if (given.size() != 1) return false;
+      if (given.size() != 1 || region.inputs[i]->contains("as_custom_obj")) return false;
       names[formal[i]] = given[0];
     }
     std::string stack;
@@ -128,7 +172,9 @@ class Inliner {
         for (const auto& [name, value] : inner[table].items())
           if (const auto other = names.find(name); other != names.end()) graph_[table].emplace(other->second, value);
     if (stack.empty()) stack = stack_of(node);
-    graph_["nodes"].push_back(border(kBegin, region.mode, stack));
+    json begin = border(kBegin, region.mode, stack);
+    begin["region"] = empty_region(region, node);
+    graph_["nodes"].push_back(std::move(begin));
     const Names around = std::exchange(outer_, names);
     for (json& n : inner["nodes"]) {
       for (json& output : n["outputs"]) rename(output, names);
@@ -141,6 +187,20 @@ class Inliner {
       call(outputs[i], known == inside.end() ? results[i] : known->second);
     }
     return true;
+  }
+
+  // The region's node, to be filled again (outline_regions.h). Where autocast is on in it the casts are written out,
+  // and it is off.
+  static json empty_region(const ModeRegion& region, const json& node) {
+    json empty = node;
+    json& inputs = empty["inputs"];
+    inputs.erase(inputs.begin() + static_cast<json::difference_type>(region.graph_at) + 1, inputs.end());
+    json& graph = inputs[region.graph_at]["arg"]["as_graph"]["graph"];
+    for (const char* list : {"inputs", "outputs", "nodes"}) graph[list] = json::array();
+    for (const char* table : kTables)
+      if (graph.contains(table)) graph[table] = json::object();
+    if (region.casts_to) inputs[2]["arg"] = {{"as_bool", false}};
+    return empty;
   }
 
   // What the graph around calls `name`, perhaps by another name still, is `now`.
@@ -169,111 +229,28 @@ class Inliner {
   }
 
   json& graph_;
+  std::set<std::string> parameters_;
+  Casts casts_;
+  Autocast autocast_;
   std::unordered_set<std::string> taken_;
   Names outer_;  // the names by now of what the graph that is gone through calls otherwise
 };
 
-// As TorchScript compiles PyTorch's own classes of these names (torch/autograd/grad_mode.py,
-// torch/amp/autocast_mode.py), which its passes know by them.
-struct ModeClass {
-  const char* name;
-  std::vector<std::pair<const char*, c10::TypePtr>> attributes;
-  std::string source;
-};
-
-ModeClass class_of(const std::string& mode) {
-  if (mode == "autocast")
-    return {
-        "__torch__.torch.amp.autocast_mode.autocast",
-        {{"fast_dtype", c10::IntType::get()}, {"_enabled", c10::BoolType::get()}, {"device", c10::StringType::get()}},
-        R"(
-def __init__(self, device_type: str, dtype: int, enabled: bool) -> None:
-    self.fast_dtype = dtype
-    self._enabled = enabled
-    self.device = device_type
-def __enter__(self) -> None:
-    pass
-def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-    pass
-)"};
-  const bool enable = mode == "enable_grad";
-  return {enable ? "__torch__.torch.autograd.grad_mode.enable_grad" : "__torch__.torch.autograd.grad_mode.no_grad",
-          {{"prev", c10::BoolType::get()}},
-          fmt::format(R"(
-def __init__(self) -> None:
-    self.prev = False
-def __enter__(self) -> None:
-    self.prev = torch.is_grad_enabled()
-    torch.set_grad_enabled({})
-def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-    torch.set_grad_enabled(self.prev)
-)",
-                      enable ? "True" : "False")};
-}
-
-c10::ClassTypePtr compiled(const ModeClass& mode, const std::shared_ptr<CompilationUnit>& unit) {
-  if (auto known = unit->get_class(c10::QualifiedName(mode.name))) return known;
-  auto type = c10::ClassType::create(c10::QualifiedName(mode.name), unit, /*is_module=*/false);
-  for (const auto& [name, of] : mode.attributes) type->addAttribute(name, of);
-  unit->register_type(type);
-  const SimpleSelf self(type);
-  unit->define(c10::QualifiedName(mode.name), mode.source, nativeResolver(), &self);
-  return type;
-}
-
-// Puts the nodes of `with` in place of those that stand for the borders.
-void put_with_blocks(Graph& body, const std::shared_ptr<CompilationUnit>& unit, const json& nodes) {
-  std::vector<Value*> open;
-  const std::vector<Node*> all(body.nodes().begin(), body.nodes().end());
-  for (Node* n : all) {
-    if (!is_opaque(n)) continue;
-    const int64_t index = origin(n).value();
-    const json& border = nodes.at(static_cast<size_t>(index));
-    if (!is_border(border)) continue;
-    const WithInsertPoint guard(n);
-    const auto add = [&](Symbol kind, at::ArrayRef<Value*> inputs, const c10::TypePtr& type) {
-      Node* made = body.insertNode(body.create(kind, inputs));
-      made->output()->setType(type);
-      set_origin(made, index, module_path(n));
-      return made;
-    };
-    if (border.at("target") == kEnd) {
-      add(prim::Exit, {open.back()}, TensorType::get());
-      open.pop_back();
-    } else {
-      const auto mode = border.at("mode").get<std::vector<std::string>>();
-      Value* object = add(prim::CreateObject, {}, compiled(class_of(mode.at(0)), unit))->output();
-      std::vector<Value*> arguments = {object};
-      if (mode.size() > 1)
-        for (const c10::IValue& v :
-             {c10::IValue(mode[1]), c10::IValue(static_cast<int64_t>(at::ScalarType::BFloat16)), c10::IValue(false)})
-          arguments.push_back(body.insertConstant(v));
-      add(prim::CallMethod, arguments, NoneType::get())->s_(attr::name, "__init__");
-      add(prim::Enter, {object}, NoneType::get());
-      open.push_back(object);
-    }
-    n->destroy();
-  }
-}
-
 }  // namespace
+
+bool is_border(const json& node) { return node.at("target") == kBegin || node.at("target") == kEnd; }
+
+bool begins_region(const json& border) { return border.at("target") == kBegin; }
 
 ExportedProgram with_regions_inline(ExportedProgram program) {
   try {
-    Inliner(program.program.at("graph_module").at("graph")).run();
+    Inliner(program.program.at("graph_module")).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,
         "'" + program.path + "' is damaged: its graph is not as torch.export writes it; copy or save it again.");
   }
   return program;
-}
-
-Module module_with_blocks(const ExportedProgram& inlined, c10::Device device) {
-  Module m = module_of(inlined, device);
-  put_with_blocks(*function_graph(m.type()->findMethod("forward")), m._ivalue()->compilation_unit(),
-                  inlined.program.at("graph_module").at("graph").at("nodes"));
-  return m;
 }
 
 }  // namespace tsmem

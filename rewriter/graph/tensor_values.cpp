@@ -161,6 +161,34 @@ ExportedSize exported_size(const json& size) {
   return known;
 }
 
+void describe_results(json& graph, const json& node) {
+  const auto names = names_in(node.at("outputs"));
+  const auto described = [&](const std::string& name) {
+    for (const char* table : {"tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values"})
+      if (graph.contains(table) && graph[table].contains(name)) return true;
+    return false;
+  };
+  if (std::all_of(names.begin(), names.end(), described)) return;
+  Call call{graph};
+  const auto results = call.results(node);
+  if (results.size() != names.size())
+    throw std::logic_error(fmt::format("{} has another number of results", node.at("target").get<std::string>()));
+  json described_now = json::object();
+  for (size_t i = 0; i < names.size(); ++i)
+    if (!described(names[i])) described_now[names[i]] = description(results[i], call.operands);
+  graph["tensor_values"].update(described_now);
+}
+
+std::optional<std::vector<c10::ScalarType>> result_dtypes(const json& graph, const json& node) {
+  try {
+    std::vector<c10::ScalarType> dtypes;
+    for (const at::Tensor& t : Call{graph}.results(node)) dtypes.push_back(t.scalar_type());
+    return dtypes;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
 void describe_tensors(json& graph) {
   json& values = graph["tensor_values"];
   std::set<std::string> there;
@@ -168,18 +196,7 @@ void describe_tensors(json& graph) {
   for (const json& node : graph["nodes"]) {
     const auto names = names_in(node["outputs"]);
     there.insert(names.begin(), names.end());
-    const auto described = [&](const std::string& name) {
-      for (const char* table : {"tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values"})
-        if (graph.contains(table) && graph[table].contains(name)) return true;
-      return false;
-    };
-    if (std::all_of(names.begin(), names.end(), described)) continue;
-    Call call{graph};
-    const auto results = call.results(node);
-    if (results.size() != names.size())
-      throw std::logic_error(fmt::format("{} has another number of results", node["target"].get<std::string>()));
-    for (size_t i = 0; i < names.size(); ++i)
-      if (!described(names[i])) values[names[i]] = description(results[i], call.operands);
+    describe_results(graph, node);
   }
   for (auto it = values.begin(); it != values.end();) it = there.count(it.key()) ? std::next(it) : values.erase(it);
 }

@@ -18,10 +18,15 @@ struct ExportedSize {
 };
 ExportedSize exported_size(const nlohmann::json& size);
 
-// Describes the results of `graph`'s nodes that nothing describes yet, by running those nodes on the meta device, and
-// drops descriptions of what is not there any more. A size that is that of an operand is written as the operand's is,
-// so that dynamic sizes stay so.
+// Describes the results of one of `graph`'s nodes that nothing describes yet, by running it on the meta device. A size
+// that is that of an operand is written as the operand's is, so that dynamic sizes stay so.
+void describe_results(nlohmann::json& graph, const nlohmann::json& node);
+
+// The same for all nodes; drops descriptions of what is not there any more.
 void describe_tensors(nlohmann::json& graph);
+
+// The dtypes of the tensors that a node gives where no autocast is on; nullopt where it can't run on the meta device.
+std::optional<std::vector<c10::ScalarType>> result_dtypes(const nlohmann::json& graph, const nlohmann::json& node);
 
 // The arguments of a program's forward as it was exported with, on the meta device: shapes and dtypes. nullopt where
 // one of them is no tensor.

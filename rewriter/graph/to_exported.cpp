@@ -251,6 +251,12 @@ struct Writer {
       case prim::ListConstruct:
       case prim::ListUnpack:
       case prim::TupleConstruct:
+      case prim::CreateObject:
+      case prim::CallMethod:
+        return;
+      case prim::Enter:
+      case prim::Exit:  // a region's border
+        nodes.push_back(original["graph"]["nodes"].at(static_cast<size_t>(*origin(n))));
         return;
       default:
         break;

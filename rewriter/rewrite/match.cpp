@@ -207,10 +207,16 @@ class Matcher {
   bool well_fed(const CompiledRule& rule, const Attempt& a) const {
     const auto& wanted = rule.rule->fed_by;
     if (wanted.empty()) return true;
-    return std::any_of(a.ops.begin(), a.ops.end(), [&](const CanonicalOp& op) {
-      return std::any_of(op.inputs.begin(), op.inputs.end(), [&](const Value* v) { return feeds(v, wanted); }) ||
-             (wanted.count("kept") && keeps_all(op, wanted));
-    });
+    for (size_t i = 0; i < a.ops.size(); ++i) {
+      const CanonicalOp& op = a.ops[i];
+      if (wanted.count("kept") && keeps_all(op, wanted)) return true;
+      // Beside what is overwritten and can't be made again, an operand that only runs is nobody's to keep.
+      const auto gains = [&](const Value* v) {
+        return feeds(v, wanted) && (!op.in_place || v == a.nodes[i]->input(0) || keeps(a.nodes[i], v));
+      };
+      if (std::any_of(op.inputs.begin(), op.inputs.end(), gains)) return true;
+    }
+    return false;
   }
 
   // Whether every tensor that op takes is kept anyway. What overwrites makes no tensor that could be saved, and a list
@@ -230,23 +236,27 @@ class Matcher {
   bool kept_anyway(const Value* v, const std::set<std::string>& replaced) const {
     return std::any_of(v->uses().begin(), v->uses().end(), [&](const Use& use) {
       const auto known = operators_.canonical.find(use.user);
-      if (known == operators_.canonical.end() ||
-          (!replaced.count(known->second.name) && known->second.name.find("conv") == std::string::npos))
-        return false;
-      const FunctionSchema* schema = use.user->maybeSchema();
-      const auto saved = schema ? saved_by(use.user->kind().toQualString()) : std::nullopt;
-      if (!saved || use.offset >= schema->arguments().size()) return false;
-      const auto needs_gradient = [&](const std::string& argument) {
-        const auto i = schema->argumentIndexWithName(argument);
-        const Value* of = i ? use.user->input(*i) : nullptr;
-        return of && may_be_tensor(of) && of->node()->kind() != prim::Constant &&
-               !never_needs_gradient(of->node()->kind().toQualString());
-      };
-      return std::any_of(saved->parts.begin(), saved->parts.end(), [&](const SavedBy::Part& part) {
-        return part.argument == schema->arguments()[use.offset].name() &&
-               (part.gradient_of.empty() || needs_gradient(part.gradient_of));
-      });
+      return known != operators_.canonical.end() &&
+             (replaced.count(known->second.name) || known->second.name.find("conv") != std::string::npos) &&
+             keeps(use.user, v);
     });
+  }
+
+  // Whether backward of n, as PyTorch has it, needs the tensor v.
+  static bool keeps(const Node* n, const Value* v) {
+    const FunctionSchema* schema = n->maybeSchema();
+    const auto saved = schema ? saved_by(n->kind().toQualString()) : std::nullopt;
+    const auto input = [&](const std::string& argument) -> const Value* {
+      const auto i = schema->argumentIndexWithName(argument);
+      return i && static_cast<size_t>(*i) < n->inputs().size() ? n->input(*i) : nullptr;
+    };
+    const auto needs_gradient = [&](const Value* of) {
+      return of && may_be_tensor(of) && of->node()->kind() != prim::Constant &&
+             !never_needs_gradient(of->node()->kind().toQualString());
+    };
+    return saved && std::any_of(saved->parts.begin(), saved->parts.end(), [&](const SavedBy::Part& part) {
+             return input(part.argument) == v && (part.gradient_of.empty() || needs_gradient(input(part.gradient_of)));
+           });
   }
 
   bool feeds(const Value* v, const std::set<std::string>& wanted) const {

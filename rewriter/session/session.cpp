@@ -85,7 +85,7 @@ struct Session::Impl {
   std::optional<SimulatedLink> link;  // of a plan that offloads, on the CPU: also while its numbers are verified
 
   Module again(const std::string& device) const {
-    return source ? copy_in_memory(*source, device) : load_to_run(path, device).module;
+    return source ? copy_in_memory(*source, device) : load_model(path, device).module;
   }
   // The model as it was given.
   Module& original_on(const std::string& device) {
@@ -98,10 +98,10 @@ struct Session::Impl {
   }
   // What is to be compared with it.
   Module result_on(const std::string& device) const {
-    if (pending) return load_to_run(pending->temporary(), device).module;
+    if (pending) return load_model(pending->temporary(), device).module;
     if (!file.exported) return copy_in_memory(file.module, device);
     const MemoryFile written(bytes_of(file));  // what is compared is what the archive's graph says
-    return load_to_run(written.path(), device).module;
+    return load_model(written.path(), device).module;
   }
   void describe(const RewriteReport& report, const ChosenPlan* plan) {
     file.extra_files["tsmem.json"] =

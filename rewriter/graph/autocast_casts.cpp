@@ -1,0 +1,134 @@
+#include "rewriter/graph/autocast_casts.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/tensor_values.h"
+#include "rewriter/stays/saved_by.h"
+
+namespace tsmem {
+namespace {
+
+using nlohmann::json;
+
+c10::ScalarType dtype_in(const json& value) { return dtype_of(value.at("dtype").get<int64_t>()); }
+
+// The description of a tensor, null for a number.
+const json* described(const json& graph, const std::string& name) {
+  const json& values = graph.at("tensor_values");
+  const auto found = values.find(name);
+  return found == values.end() ? nullptr : &*found;
+}
+
+std::string device_of(const json& value) { return value.at("device").at("type").get<std::string>(); }
+
+bool is_cast_from(c10::ScalarType t) { return t == at::kFloat || t == at::kBFloat16 || t == at::kHalf; }
+
+// The device, among those that autocast is on for, of the first tensor it could cast.
+std::optional<std::string> autocast_device(const json& graph, const Autocast& autocast, const json& node) {
+  for (const std::string& name : names_in(node.at("inputs")))
+    if (const json* value = described(graph, name);
+        value && is_cast_from(dtype_in(*value)) && autocast.dtypes.count(device_of(*value)))
+      return device_of(*value);
+  return std::nullopt;
+}
+
+// Composed of operators that are cast, its operands brought in order before: to cast them first is the same.
+bool passes_casts_on(const c10::OperatorName& op) { return op.name == "aten::einsum"; }
+
+// Whether no operator that is cast hides in its composition.
+bool hides_nothing(const c10::OperatorHandle& op) {
+  return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+         op.schema().name().starts_with("tsmem::") || saved_by(op.schema().name()).has_value();
+}
+
+// The dtype that the operator's floating operands are cast to: that of its first floating result, where autocast gives
+// results that dtype.
+std::optional<c10::ScalarType> cast_to(const json& graph, const json& node, c10::ScalarType low) {
+  for (const std::string& name : names_in(node.at("outputs"))) {
+    const json* value = described(graph, name);
+    if (!value) continue;
+    const auto dtype = dtype_in(*value);
+    if (dtype == low || dtype == at::kFloat) return dtype;
+    if (c10::isFloatingType(dtype)) return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+// Whether the node, run without autocast, gives what torch.export has noted with it.
+bool gives_what_is_noted(const json& graph, const json& node) {
+  std::vector<c10::ScalarType> noted;
+  for (const std::string& name : names_in(node.at("outputs")))
+    if (const json* value = described(graph, name)) noted.push_back(dtype_in(*value));
+  return result_dtypes(graph, node) == noted;
+}
+
+json cast_node(const std::string& of, const std::string& name, c10::ScalarType to, const json& metadata) {
+  return {{"target", "torch.ops.aten.to.dtype"},
+          {"inputs",
+           {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", of}}}}}, {"kind", 1}},
+            {{"name", "dtype"}, {"arg", {{"as_scalar_type", exported_dtype(to)}}}, {"kind", 1}}}},
+          {"outputs", {{{"as_tensor", {{"name", name}}}}}},
+          {"metadata", metadata},
+          {"is_hop_single_tensor_return", nullptr},
+          {"name", name}};
+}
+
+}  // namespace
+
+bool add_casts(Casts& casts, const Autocast& autocast, json& node) {
+  json& graph = casts.graph;
+  const auto device = autocast_device(graph, autocast, node);
+  if (!device) return true;
+  const OperatorOverload op = operator_of(node.at("target").get<std::string>());
+  const auto handle = c10::Dispatcher::singleton().findSchema({op.name, op.overload});
+  if (!handle) return false;
+  const auto type = c10::Device(*device).type();
+  const auto low = dtype_of(autocast.dtypes.at(*device));
+  const bool is_cast =
+      handle->hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(type)) ||
+      passes_casts_on(handle->operator_name());
+  if (is_cast ? handle->schema().is_mutable() : !hides_nothing(*handle)) return false;
+  const auto to = is_cast ? cast_to(graph, node, low) : std::nullopt;
+
+  json changed = node;
+  bool told = true;
+  const size_t before = graph.at("nodes").size();
+  const auto cached = casts.cached;
+  for (json& input : changed.at("inputs"))
+    for_each_name(input.at("arg"), [&](json& operand) {
+      const auto name = operand.get<std::string>();
+      const json* value = to ? described(graph, name) : nullptr;
+      if (!value || device_of(*value) != *device || !is_cast_from(dtype_in(*value)) || dtype_in(*value) == *to) return;
+      const std::pair<std::string, int64_t> key(name, exported_dtype(*to));
+      const bool once = autocast.caches && casts.parameters.count(name) > 0;
+      if (!once || !casts.cached.count(key)) {
+        const json cast =
+            cast_node(name, casts.unused_name(name + "_cast"), *to, node.value("metadata", json::object()));
+        try {
+          describe_results(graph, cast);
+        } catch (const std::exception&) {  // a tensor that the meta device doesn't know
+          told = false;
+        }
+        operand = cast.at("name");
+        if (once) casts.cached[key] = operand.get<std::string>();
+        graph["nodes"].push_back(cast);
+      } else {
+        operand = casts.cached[key];
+      }
+    });
+  if (told && gives_what_is_noted(graph, changed)) {
+    node = std::move(changed);
+    return true;
+  }
+  casts.cached = cached;
+  while (graph["nodes"].size() > before) graph["nodes"].erase(graph["nodes"].size() - 1);
+  return false;
+}
+
+}  // namespace tsmem
