@@ -601,9 +601,9 @@ def test_operators_on_functions(tmp_path):
 
 
 def test_programs_with_regions_are_run(tmp_path):
-    """By rewrite --input, verify and profile; not by a plan, which is made for what is written."""
     torch.manual_seed(0)
-    torch.export.save(export(Regions().double(), torch.rand(4, 5, 6, dtype=torch.float64)), tmp_path / "m.pt2")
+    original = export(Regions().double(), torch.rand(4, 5, 6, dtype=torch.float64))
+    torch.export.save(original, tmp_path / "m.pt2")
     options = ["--input", "4x5x6:f64"]
     done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2", *options)
     assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
@@ -611,7 +611,16 @@ def test_programs_with_regions_are_run(tmp_path):
     assert done.returncode == 0 and "Equal" in done.stdout, done.stdout + done.stderr
     done = run("profile", tmp_path / "m.pt2", "--vs", tmp_path / "new.pt2", *options)
     assert done.returncode == 0, done.stderr
-    fails(3, "plan", tmp_path / "m.pt2", *options, says="operator on functions")
+    assert run("plan", tmp_path / "m.pt2", *options).returncode == 0
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "planned.pt2", "--budget", "95%", *options)
+    assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
+    conftest.load()
+    example = lambda n=4: torch.rand(n, 5, 6, dtype=torch.float64)
+    expected = steps(original.module(), example, (4, 4))
+    for new in ("new.pt2", "planned.pt2"):
+        program = load(tmp_path / new)
+        assert [str(n.target) for n in program.graph.nodes if "wrap_with" in str(n.target)] == [str(n.target) for n in original.graph.nodes if "wrap_with" in str(n.target)]
+        assert_equal(expected, steps(program.module(), example, (4, 4)))
 
 
 class Rotary(nn.Module):
@@ -685,20 +694,152 @@ def test_damaged_regions(tmp_path, how):
     assert not (tmp_path / "out.pt").exists()
 
 
-class UnderAutocast(nn.Module):
-    def __init__(self):
+class Mixed(nn.Module):
+    """Half precision by an autocast of its own, with all of it in float32 around and a part in float32 within."""
+
+    def __init__(self, width=8):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.stem, self.bn = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.conv, self.norm, self.linear = nn.Conv2d(width, width, 3, padding=1), nn.LayerNorm(width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        y = torch.relu(self.bn(self.stem(x)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.gelu(self.conv(torch.relu(self.bn(self.conv(y))))).flatten(2).transpose(1, 2)
+            y = y + F.scaled_dot_product_attention(y, y, self.linear(self.norm(y)))
+            with torch.autocast("cpu", enabled=False):
+                z = torch.outer(torch.arange(y.shape[1], dtype=torch.float32), self.norm.weight.detach())
+            y = self.linear(y * z.cos())
+        return self.head(y.float().mean(1))
+
+
+def test_autocast_within_a_program(tmp_path):
+    """Its casts are written out: the region is rewritten, planned, run and imported as everything else is."""
+    conftest.load()
+    torch.manual_seed(0)
+    example = lambda n=4: torch.rand(n, 3, 16, 16)
+    original = export(Mixed().train(), example())
+    torch.export.save(original, tmp_path / "m.pt2")
+    expected = steps(original.module(), example, (4, 4))
+    module, said = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    assert_equal(expected, steps(module, example, (4, 4)), 1e-5)
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2", "--input", "4x3x16x16", "--json", tmp_path / "report.json")
+    assert done.returncode == 0 and "Verified" in done.stdout, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {"smooth-activation", "attention", "conv"} <= {m["pattern"] for m in report["matches"]}
+    assert_equal(expected, steps(load(tmp_path / "new.pt2").module(), example, (4, 4)), 0.05)
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "planned.pt2", "--input", "4x3x16x16", "--budget", "80%")
+    assert done.returncode == 0, done.stderr
+    # Under another autocast the region is in its own dtype still.
+    with torch.autocast("cpu", dtype=torch.float16):
+        inner, outer = (load(tmp_path / f).module()(example()).dtype for f in ("m.pt2", "new.pt2"))
+    assert inner == outer == torch.float16
+
+
+def test_parameters_are_cast_once_where_autocast_caches(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.caches):
+                return self.linear(self.linear(x)).float()
+
+    example = lambda n=4: torch.rand(n, 16)
+    for caches in (True, False):
+        torch.manual_seed(0)
+        model = Twice()
+        model.caches = caches
+        program = export(model, example())
+        region = next(n for n in program.graph.nodes if "wrap_with_autocast" in str(n.target))
+        torch.export.save(program, tmp_path / "m.pt2")
+        module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+        assert module.linear.code.count("torch.to") == (4 if region.args[3] else 6)
+        assert_equal(steps(program.module(), example, (4, 4)), steps(module, example, (4, 4)), 1e-6)
+
+
+LISTED = {  # that the CPU's autocast casts to the lower precision, to float32, to the widest, or not at all
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "same operand": lambda x: torch.bmm(x, x),
+    "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
+    "baddbmm": lambda x: torch.baddbmm(x, x, x),
+    "addmm": lambda x: torch.addmm(x[0], x[1], x[2]),
+    "conv": lambda x: F.conv1d(x, x[:, :, :3].contiguous()),
+    "transposed conv": lambda x: F.conv_transpose1d(x, x[:, :, :3].contiguous()),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "softmax": lambda x: torch.softmax(x @ x, -1),
+    "norm of half": lambda x: F.layer_norm(x @ x, [8]),
+    "mean square": lambda x: F.mse_loss(x @ x, x),
+    "absolute difference": lambda x: F.l1_loss(x @ x, x),
+    "cross entropy": lambda x: F.cross_entropy(x @ x, torch.zeros(8, 8, dtype=torch.long)),
+    "binary cross entropy": lambda x: F.binary_cross_entropy_with_logits(x @ x, x),
+    "cosine similarity": lambda x: F.cosine_similarity(x @ x, x),
+    "distances": lambda x: torch.cdist(x @ x, x),
+    "cat": lambda x: torch.cat([x @ x, x], 1),
+    "stack": lambda x: torch.stack([x, x @ x]),
+    "sum of both": lambda x: x @ x + x,
+    "where": lambda x: torch.where(x > 0.5, x @ x, x),
+    "interpolate": lambda x: F.interpolate((x @ x)[None], scale_factor=2.0, mode="bilinear"),
+    "grid sample": lambda x: F.grid_sample((x @ x)[None], (x @ x)[None, 0, :, :2, None].transpose(-1, -2)),
+    "pool": lambda x: F.avg_pool2d(x @ x, 2),
+    "pad": lambda x: F.pad(x @ x, (1, 1), mode="reflect"),
+    "cumulated": lambda x: (x @ x).cumsum(1),
+    "number": lambda x: (x @ x) * 2 + 1,
+    "overwritten": lambda x: (x @ x).mul_(x).relu_(),
+    "masked": lambda x: (x @ x).masked_fill(x > 0.5, 0.0),
+    "gelu": lambda x: F.gelu(x @ x),
+    "index": lambda x: (x @ x)[torch.tensor([2, 0])],
+    "gru": None,
+}
+
+
+class OfOneOperator(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.weight, self.f = nn.Parameter(torch.rand(8, 8, 8)), f or self._gru
+        self.cell = nn.GRU(8, 8)
+
+    def _gru(self, x):
+        return self.cell(x)[0]
 
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.linear(x)
+            y = self.f(x * self.weight)
+        return y
 
 
-def test_a_region_under_autocast_is_not_imported(tmp_path):
-    torch.export.save(export(UnderAutocast(), torch.rand(2, 4)), tmp_path / "m.pt2")
-    fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["wrap_with_autocast", "would cast other operators than PyTorch does", "'tsmem rewrite' takes it"])
+@pytest.mark.parametrize("name", LISTED)
+def test_autocast_casts_what_eager_pytorch_casts(name, tmp_path):
+    torch.manual_seed(0)
+    program = export(OfOneOperator(LISTED[name]), torch.rand(8, 8, 8))
+    torch.export.save(program, tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    example = lambda n=8: torch.rand(n, 8, 8)
+    assert_equal(steps(program.module(), example, (8,)), steps(module, example, (8,)), 1e-6)
+
+
+def test_where_casts_cannot_be_told_the_region_stays(tmp_path):
+    """What an operator of unknown composition casts inside is not in the program."""
+
+    class Unknown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.cond(x.sum() > 0, lambda y: y @ y, lambda y: y - 1, (self.linear(x),))
+
+    conftest.load()
+    program = export(Unknown(), torch.rand(4, 4))
+    torch.export.save(program, tmp_path / "m.pt2")
+    fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["wrap_with_autocast", "can't be told what they cast", "'tsmem rewrite' takes it"])
     assert not (tmp_path / "m.pt").exists()
+    assert run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "new.pt2").returncode == 0
+    x = torch.rand(4, 4)
+    assert torch.equal(program.module()(x), load(tmp_path / "new.pt2").module()(x))
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
