@@ -14,14 +14,14 @@ namespace {
 
 using nlohmann::json;
 
-const std::pair<const char*, const char*> kTables[] = {{"sym_int_values", "as_sym_int"},
-                                                       {"sym_float_values", "as_sym_float"},
-                                                       {"sym_bool_values", "as_sym_bool"},
-                                                       {"tensor_values", "as_tensor"}};
+const std::pair<const char*, const char*> kKinds[] = {{"sym_int_values", "as_sym_int"},
+                                                      {"sym_float_values", "as_sym_float"},
+                                                      {"sym_bool_values", "as_sym_bool"},
+                                                      {"tensor_values", "as_tensor"}};
 
-class Outliner {
+class RegionOutliner {
  public:
-  explicit Outliner(json& graph) : graph_(graph), nodes_(graph.at("nodes")) {
+  explicit RegionOutliner(json& graph) : graph_(graph), nodes_(graph.at("nodes")) {
     for (size_t i = 0; i < nodes_.size(); ++i)
       for (const std::string& name : names_in(nodes_[i].at("inputs"))) last_use_[name] = i;
     for (const std::string& name : names_in(graph.at("outputs"))) last_use_[name] = nodes_.size();
@@ -43,7 +43,7 @@ class Outliner {
   }
 
   json argument(const std::string& name) const {
-    for (const auto& [table, kind] : kTables)
+    for (const auto& [table, kind] : kKinds)
       if (graph_.contains(table) && graph_[table].contains(name))
         return {{kind, {{std::string(kind) == "as_tensor" ? "name" : "as_name", name}}}};
     throw std::logic_error("'" + name + "' of a rewritten graph has no description");
@@ -91,7 +91,7 @@ class Outliner {
     for (const json& n : nodes)
       for (const std::string& name : names_in(n.at("outputs"))) names.push_back(name);
     for (const std::string& name : names)
-      for (const auto& [table, kind] : kTables)
+      for (const auto& [table, kind] : kKinds)
         if (graph_.contains(table) && graph_[table].contains(name)) graph[table][name] = graph_[table][name];
     graph["nodes"] = std::move(nodes);
   }
@@ -103,6 +103,6 @@ class Outliner {
 
 }  // namespace
 
-void outline_regions(json& graph) { Outliner(graph).run(); }
+void outline_regions(json& graph) { RegionOutliner(graph).run(); }
 
 }  // namespace tsmem
