@@ -1319,15 +1319,16 @@ TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
   EXPECT_EQ(std::count(neg.begin(), neg.end(), "pointwise"), 1);
   // Nothing of ours keeps y: not what divides by a number, nor a copy, nor the one that keeps its result, nor one that
   // stays.
-  for (const char* made :
-       {"y / 2.", "torch.neg(y)", "torch.exp(y)", "y + self.conv.forward(x)", "y + x",
-        "torch.neg(y)) + torch.logsumexp(y, [1], True", "torch.stack([y, self.conv.forward(x)])[0]",
-        "y.mul_(torch.logsumexp(y.detach(), [1], True))", "y.sub_(torch.mean(y, [1], True))",
-        "y + torch.amax(y, [1], True)", "y + torch.grid_sampler(y, y[:, :2].permute(0, 2, 3, 1), 0, 0, False)"})
+  for (const char* made : {"y / 2.", "torch.neg(y)", "torch.exp(y)", "y + self.conv.forward(x)", "y + x",
+                           "torch.neg(y)) + torch.logsumexp(y, [1], True", "torch.stack([y, self.conv.forward(x)])[0]",
+                           "y.mul_(torch.logsumexp(y.detach(), [1], True))", "y.sub_(torch.mean(y, [1], True))",
+                           "y + torch.amax(y, [1], True)"})
     for (const std::string& name : found(made))
       EXPECT_TRUE(name == "conv" || name == "lookup") << name << " in " << made;
+  const V sampled = found("y + torch.grid_sampler(y, y[:, :2].permute(0, 2, 3, 1), 0, 0, False)");
+  EXPECT_EQ(std::count(sampled.begin(), sampled.end(), "add"), 0);
   // Beside what is overwritten, the other operand gains where the operator keeps it.
-  const std::string gate = "(torch.sigmoid(self.bn.forward(self.conv.forward(x))))";
+  const std::string gate = "(torch.neg(self.bn.forward(self.conv.forward(x))))";
   const V sum = found("y.add_" + gate), product = found("y.mul_" + gate);
   EXPECT_EQ(std::count(sum.begin(), sum.end(), "add"), 0);
   EXPECT_EQ(std::count(product.begin(), product.end(), "mul"), 1);

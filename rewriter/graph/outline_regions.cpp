@@ -36,10 +36,10 @@ class RegionOutliner {
  private:
   // Adds the node, or the region, that begins at `at`, which becomes the place behind it.
   void add(size_t& at, json& nodes) {
-    if (is_border(nodes_[at]))
-      nodes.push_back(region(at));
-    else
+    if (!is_border(nodes_[at]))
       nodes.push_back(nodes_[at++]);
+    else if (json node = region(at); !node.is_null())
+      nodes.push_back(std::move(node));
   }
 
   json argument(const std::string& name) const {
@@ -55,11 +55,13 @@ class RegionOutliner {
     return all;
   }
 
+  // Null where nothing is in it.
   json region(size_t& at) {
     json node = nodes_[at].at("region");
     json nodes = json::array();
     for (++at; !is_border(nodes_[at]) || begins_region(nodes_[at]);) add(at, nodes);
     const size_t end = at++;
+    if (nodes.empty()) return {};
 
     std::set<std::string> made, given;
     std::vector<std::string> order_made, order_given;
@@ -72,6 +74,8 @@ class RegionOutliner {
     std::vector<std::string> results;
     for (const std::string& name : order_made)
       if (const auto use = last_use_.find(name); use != last_use_.end() && use->second > end) results.push_back(name);
+    // torch.export.load takes no operator without a result.
+    if (results.empty() && !order_made.empty()) results = {order_made.back()};
 
     for (json& input : node["inputs"])
       if (input.at("arg").contains("as_graph")) fill(input["arg"]["as_graph"]["graph"], nodes, order_given, results);
