@@ -14,8 +14,9 @@ struct ExportedProgram;
 struct ModelFile {
   std::string path;
   torch::jit::Module module;
-  std::map<std::string, std::string> extra_files;   // name under extra/ -> contents; PyTorch drops them on load + save
-  std::shared_ptr<const ExportedProgram> exported;  // what the module was made from; null for TorchScript
+  std::map<std::string, std::string> extra_files;  // name under extra/ -> contents; PyTorch drops them on load + save
+  // What the module was made from, its regions inline (inline_regions.h); null for TorchScript.
+  std::shared_ptr<const ExportedProgram> exported;
 };
 
 // Loads a TorchScript file or an archive of torch.export, told apart by what is in it. `device` may be "meta":

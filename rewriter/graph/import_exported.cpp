@@ -12,7 +12,6 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
-#include "rewriter/graph/inline_regions.h"
 #include "rewriter/graph/mode_blocks.h"
 #include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
@@ -384,8 +383,7 @@ class Importer {
 
 Imported import_exported(const ExportedProgram& program) {
   try {
-    const ExportedProgram inlined = with_regions_inline(program);
-    return Importer(inlined).run();
+    return Importer(program).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,

@@ -15,10 +15,10 @@ struct Imported {
   std::vector<std::string> notes;  // sentences: what the file could not give back
 };
 
-// A module with the program's modules, each with an attribute `training`, its weights under their own names, and one
-// method `forward`, which takes the program's inputs one after another, checks their sizes as the program does, and
-// returns its outputs: one as itself, more as a tuple. Throws Error(ErrorKind::input) where TorchScript can't express
-// the graph.
+// Of a program whose regions are inline (inline_regions.h): a module with the program's modules, each with an attribute
+// `training`, its weights under their own names, and one method `forward`, which takes the program's inputs one after
+// another, checks their sizes as the program does, and returns its outputs: one as itself, more as a tuple. Throws
+// Error(ErrorKind::input) where TorchScript can't express the graph.
 Imported import_exported(const ExportedProgram& program);
 
 }  // namespace tsmem

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <unordered_set>
@@ -163,7 +164,10 @@ class Inliner {
     std::string stack;
     bool first = true;
     for (const json& n : inner.at("nodes")) {
-      for (const std::string& name : names_in(n.at("outputs"))) names[name] = unused(name);
+      for (const std::string& name : names_in(n.at("outputs"))) {
+        const auto result = std::find(results.begin(), results.end(), name);
+        names[name] = result == results.end() ? unused(name) : outputs[result - results.begin()];
+      }
       if (const std::string own = stack_of(n); !own.empty())
         stack = std::exchange(first, false) ? own : common_stack(stack, own);
     }
