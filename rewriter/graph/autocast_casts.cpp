@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string_view>
 
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/tensor_values.h"
-#include "rewriter/stays/saved_by.h"
 
 namespace tsmem {
 namespace {
@@ -38,13 +38,136 @@ std::optional<std::string> autocast_device(const json& graph, const Autocast& au
   return std::nullopt;
 }
 
-// Composed of operators that are cast, its operands brought in order before: to cast them first is the same.
-bool passes_casts_on(const c10::OperatorName& op) { return op.name == "aten::einsum"; }
+// Composed of views and one operator that is cast: to cast the operands first is the same.
+bool passes_casts_on(const c10::OperatorName& op) {
+  return op.name == "aten::einsum" || op.name == "aten::linalg_matmul" || op.name == "aten::square";
+}
+
+// Operators that PyTorch composes of others, none of which is cast, or one whose operand the operator's own results
+// have the dtype of.
+const std::set<std::string_view>& plain_compositions() {
+  static const std::set<std::string_view> names = {"absolute",
+                                                   "adaptive_avg_pool1d",
+                                                   "adaptive_avg_pool2d",
+                                                   "adjoint",
+                                                   "alpha_dropout",
+                                                   "arccos",
+                                                   "arccosh",
+                                                   "arcsin",
+                                                   "arcsinh",
+                                                   "arctan",
+                                                   "arctan2",
+                                                   "arctanh",
+                                                   "argsort",
+                                                   "atleast_1d",
+                                                   "atleast_2d",
+                                                   "atleast_3d",
+                                                   "avg_pool1d",
+                                                   "batch_norm",
+                                                   "broadcast_to",
+                                                   "broadcast_tensors",
+                                                   "chunk",
+                                                   "clip",
+                                                   "column_stack",
+                                                   "concat",
+                                                   "concatenate",
+                                                   "contiguous",
+                                                   "diag",
+                                                   "diagflat",
+                                                   "divide",
+                                                   "dropout",
+                                                   "dsplit",
+                                                   "dstack",
+                                                   "expand_as",
+                                                   "feature_dropout",
+                                                   "fix",
+                                                   "feature_alpha_dropout",
+                                                   "flatten",
+                                                   "fliplr",
+                                                   "flipud",
+                                                   "greater",
+                                                   "greater_equal",
+                                                   "group_norm",
+                                                   "hsplit",
+                                                   "hstack",
+                                                   "instance_norm",
+                                                   "isclose",
+                                                   "isfinite",
+                                                   "layer_norm",
+                                                   "less",
+                                                   "less_equal",
+                                                   "log_sigmoid",
+                                                   "log_softmax",
+                                                   "mH",
+                                                   "mT",
+                                                   "matrix_H",
+                                                   "max",
+                                                   "max_pool1d",
+                                                   "max_pool2d",
+                                                   "meshgrid",
+                                                   "min",
+                                                   "moveaxis",
+                                                   "movedim",
+                                                   "multiply",
+                                                   "narrow",
+                                                   "negative",
+                                                   "not_equal",
+                                                   "numpy_T",
+                                                   "one_hot",
+                                                   "outer",
+                                                   "pad",
+                                                   "positive",
+                                                   "ravel",
+                                                   "relu6",
+                                                   "repeat_interleave",
+                                                   "reshape",
+                                                   "reshape_as",
+                                                   "rms_norm",
+                                                   "row_stack",
+                                                   "rrelu",
+                                                   "selu",
+                                                   "softmax",
+                                                   "special_erf",
+                                                   "special_erfc",
+                                                   "special_exp2",
+                                                   "special_expit",
+                                                   "special_expm1",
+                                                   "special_log1p",
+                                                   "special_round",
+                                                   "special_sinc",
+                                                   "split",
+                                                   "std",
+                                                   "std_mean",
+                                                   "subtract",
+                                                   "sum_to_size",
+                                                   "swapaxes",
+                                                   "swapdims",
+                                                   "take_along_dim",
+                                                   "tensor_split",
+                                                   "tile",
+                                                   "to",
+                                                   "true_divide",
+                                                   "type_as",
+                                                   "unflatten",
+                                                   "unsafe_chunk",
+                                                   "var",
+                                                   "var_mean",
+                                                   "view_as",
+                                                   "vsplit",
+                                                   "vstack",
+                                                   "where"};
+  return names;
+}
 
 // Whether no operator that is cast hides in its composition.
 bool hides_nothing(const c10::OperatorHandle& op) {
-  return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
-         op.schema().name().starts_with("tsmem::") || saved_by(op.schema().name()).has_value();
+  std::string_view name = op.schema().name();
+  if (name.starts_with("tsmem::") || !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
+    return true;
+  if (!name.starts_with("aten::")) return false;
+  name.remove_prefix(6);
+  if (name.ends_with('_')) name.remove_suffix(1);
+  return plain_compositions().count(name) > 0;
 }
 
 // The dtype that the operator's floating operands are cast to: that of its first floating result, where autocast gives
@@ -84,7 +207,9 @@ json cast_node(const std::string& of, const std::string& name, c10::ScalarType t
 bool add_casts(Casts& casts, const Autocast& autocast, json& node) {
   json& graph = casts.graph;
   const auto device = autocast_device(graph, autocast, node);
-  if (!device) return true;
+  const auto results = names_in(node.at("outputs"));
+  const auto is_tensor = [&](const std::string& name) { return described(graph, name) != nullptr; };
+  if (!device || std::none_of(results.begin(), results.end(), is_tensor)) return true;
   const OperatorOverload op = operator_of(node.at("target").get<std::string>());
   const auto handle = c10::Dispatcher::singleton().findSchema({op.name, op.overload});
   if (!handle) return false;

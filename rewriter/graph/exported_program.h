@@ -15,9 +15,10 @@
 namespace tsmem {
 
 struct ExportedProgram {
-  std::string path;        // of the archive
-  std::string name;        // "model": what the program's records are called after
-  nlohmann::json program;  // models/<name>.json
+  std::string path;                                       // of the archive
+  std::string name;                                       // "model": what the program's records are called after
+  nlohmann::json program;                                 // models/<name>.json
+  std::map<std::string, std::string> casts_unknown = {};  // inline_regions.h: regions by their names, and why
 };
 
 // True for an archive of torch.export, of whatever version and kind.

@@ -85,6 +85,7 @@ class Importer {
  public:
   explicit Importer(const ExportedProgram& program)
       : program_(program.program),
+        casts_unknown_(program.casts_unknown),
         path_(program.path),
         module_(module_with_blocks(program, c10::kCPU, RunBy::torchscript)),
         body_(function_graph(module_.type()->findMethod("forward"))) {}
@@ -119,11 +120,12 @@ class Importer {
     for (const Node* n : nodes()) {
       if (!is_opaque(n)) continue;
       const auto target = node_of(n).at("target").get<std::string>();
-      throw Error(ErrorKind::input,
-                  fmt::format("'{}' calls {}, {}, so it can't be imported; 'tsmem rewrite' takes it.", path_, target,
-                              target == "torch.ops.higher_order.wrap_with_autocast"
-                                  ? "of whose operators it can't be told what they cast"
-                                  : "which TorchScript can't express"));
+      const auto unknown = casts_unknown_.find(node_of(n).value("name", ""));
+      const std::string why = unknown == casts_unknown_.end()
+                                  ? "which TorchScript can't express"
+                                  : fmt::format("and what that casts inside of {} can't be told", unknown->second);
+      throw Error(ErrorKind::input, fmt::format("'{}' calls {}, {}, so it can't be imported; 'tsmem rewrite' takes it.",
+                                                path_, target, why));
     }
   }
 
@@ -370,6 +372,7 @@ class Importer {
   }
 
   const json& program_;
+  const std::map<std::string, std::string>& casts_unknown_;
   std::string path_;
   Module module_;
   std::shared_ptr<Graph> body_;

@@ -81,8 +81,9 @@ std::set<std::string> parameters_of(const json& graph_module) {
 
 class Inliner {
  public:
-  explicit Inliner(json& graph_module)
+  Inliner(json& graph_module, std::map<std::string, std::string>& casts_unknown)
       : graph_(graph_module.at("graph")),
+        unknown_(casts_unknown),
         parameters_(parameters_of(graph_module)),
         casts_{graph_, parameters_, [this](const std::string& name) { return unused(name); }} {
     for (const std::string& name : names_in(graph_.at("inputs"))) taken_.insert(name);
@@ -100,8 +101,10 @@ class Inliner {
  private:
   using Names = std::unordered_map<std::string, std::string>;
 
-  // A region with autocast switched on in which it can't be told what is cast.
-  struct CastsUnknown {};
+  // An operator under autocast of which it can't be told what is cast.
+  struct CastsUnknown {
+    std::string target;
+  };
 
   static void rename(json& argument, const Names& names) {
     for_each_name(argument, [&](json& name) {
@@ -116,7 +119,8 @@ class Inliner {
     if (!stack.empty() && stack_of(node).empty()) node["metadata"]["nn_module_stack"] = stack;
     const auto region = region_of(node);
     if (region && add_region(*region, node)) return;
-    if (!autocast_.dtypes.empty() && (region || !add_casts(casts_, autocast_, node))) throw CastsUnknown();
+    if (!autocast_.dtypes.empty() && (region || !add_casts(casts_, autocast_, node)))
+      throw CastsUnknown{node.at("target")};
     graph_["nodes"].push_back(std::move(node));
   }
 
@@ -130,8 +134,9 @@ class Inliner {
     bool added = false;
     try {
       added = add_inside(region, node);
-    } catch (const CastsUnknown&) {
+    } catch (const CastsUnknown& e) {
       if (!around.dtypes.empty()) throw;
+      unknown_[node.at("name")] = e.target;
       outer_ = names;
       while (graph_["nodes"].size() > before) graph_["nodes"].erase(graph_["nodes"].size() - 1);
     }
@@ -233,6 +238,7 @@ class Inliner {
   }
 
   json& graph_;
+  std::map<std::string, std::string>& unknown_;
   std::set<std::string> parameters_;
   Casts casts_;
   Autocast autocast_;
@@ -248,7 +254,7 @@ bool begins_region(const json& border) { return border.at("target") == kBegin; }
 
 ExportedProgram with_regions_inline(ExportedProgram program) {
   try {
-    Inliner(program.program.at("graph_module")).run();
+    Inliner(program.program.at("graph_module"), program.casts_unknown).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,
