@@ -764,7 +764,6 @@ LISTED = {  # that the CPU's autocast casts to the lower precision, to float32, 
     "matmul": lambda x: x @ x.mT,
     "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x.mT),
     "baddbmm": lambda x: torch.baddbmm(x, x.mT, x.exp()),
-    "addmm": lambda x: torch.addmm(x[0], x[1], x[2]),
     "conv": lambda x: F.conv1d(x, x[:, :, :3].contiguous()),
     "transposed conv": lambda x: F.conv_transpose1d(x, x[:, :, :3].contiguous()),
     "attention": lambda x: F.scaled_dot_product_attention(x, x.mT, x.exp()),
@@ -774,7 +773,6 @@ LISTED = {  # that the CPU's autocast casts to the lower precision, to float32, 
     "absolute difference": lambda x: F.l1_loss(x @ x.mT, x),
     "cross entropy": lambda x: F.cross_entropy(x @ x.mT, torch.zeros(8, 8, dtype=torch.long)),
     "binary cross entropy": lambda x: F.binary_cross_entropy_with_logits(x @ x.mT, x),
-    "cosine similarity": lambda x: F.cosine_similarity(x @ x.mT, x),
     "distances": lambda x: torch.cdist(x @ x.mT, x),
     "cat": lambda x: torch.cat([x @ x.mT, x], 1),
     "stack": lambda x: torch.stack([x, x @ x.mT]),
@@ -789,19 +787,14 @@ LISTED = {  # that the CPU's autocast casts to the lower precision, to float32, 
     "overwritten": lambda x: (x @ x.mT).mul_(x).relu_(),
     "masked": lambda x: (x @ x.mT).masked_fill(x > 0.5, 0.0),
     "gelu": lambda x: F.gelu(x @ x.mT),
-    "index": lambda x: (x @ x.mT)[torch.tensor([2, 0])],
-    "gru": None,
+    "masked rows": lambda x: (x @ x.mT)[x[0, 0] > 0.5],
 }
 
 
 class OfOneOperator(nn.Module):
     def __init__(self, f):
         super().__init__()
-        self.weight, self.f = nn.Parameter(torch.rand(8, 8, 8)), f or self._gru
-        self.cell = nn.GRU(8, 8)
-
-    def _gru(self, x):
-        return self.cell(x)[0]
+        self.weight, self.f = nn.Parameter(torch.rand(8, 8, 8)), f
 
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

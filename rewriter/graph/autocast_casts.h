@@ -24,8 +24,7 @@ struct Casts {
 };
 
 // Adds to the graph's nodes the casts that autocast makes of a node's operands, and makes their results its operands.
-// False, and no cast, where what autocast does inside of the operator can't be told from its schema and from the
-// dtypes of its results.
+// False, and no cast, where PyTorch composes the operator of others and it isn't known what is cast among them.
 // Source: aten/src/ATen/autocast_mode.h of PyTorch. Which operators are cast is asked of the dispatcher, and to which
 // dtype, of the results that torch.export has noted.
 bool add_casts(Casts& casts, const Autocast& autocast, nlohmann::json& node);

@@ -179,16 +179,6 @@ void describe_results(json& graph, const json& node) {
   graph["tensor_values"].update(described_now);
 }
 
-std::optional<std::vector<c10::ScalarType>> result_dtypes(const json& graph, const json& node) {
-  try {
-    std::vector<c10::ScalarType> dtypes;
-    for (const at::Tensor& t : Call{graph}.results(node)) dtypes.push_back(t.scalar_type());
-    return dtypes;
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
-}
-
 void describe_tensors(json& graph) {
   json& values = graph["tensor_values"];
   std::set<std::string> there;

@@ -25,9 +25,6 @@ void describe_results(nlohmann::json& graph, const nlohmann::json& node);
 // The same for all nodes; drops descriptions of what is not there any more.
 void describe_tensors(nlohmann::json& graph);
 
-// The dtypes of the tensors that a node gives where no autocast is on; nullopt where it can't run on the meta device.
-std::optional<std::vector<c10::ScalarType>> result_dtypes(const nlohmann::json& graph, const nlohmann::json& node);
-
 // The arguments of a program's forward as it was exported with, on the meta device: shapes and dtypes. nullopt where
 // one of them is no tensor.
 std::optional<std::vector<at::Tensor>> arguments_on_meta(const nlohmann::json& graph_module);
