@@ -729,7 +729,7 @@ def test_autocast_within_a_program(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert {"smooth-activation", "attention", "conv"} <= {m["pattern"] for m in report["matches"]}
     assert_equal(expected, steps(load(tmp_path / "new.pt2").module(), example, (4, 4)), 0.05)
-    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "planned.pt2", "--input", "4x3x16x16", "--budget", "80%")
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "planned.pt2", "--input", "4x3x16x16", "--budget", "97%")
     assert done.returncode == 0, done.stderr
     # Under another autocast the region is in its own dtype still.
     with torch.autocast("cpu", dtype=torch.float16):
@@ -756,7 +756,7 @@ def test_parameters_are_cast_once_where_autocast_caches(tmp_path):
         region = next(n for n in program.graph.nodes if "wrap_with_autocast" in str(n.target))
         torch.export.save(program, tmp_path / "m.pt2")
         module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
-        assert module.linear.code.count("torch.to") == (4 if region.args[3] else 6)
+        assert module.linear.code.count("torch.to") == (3 if region.args[3] else 5)
         assert_equal(steps(program.module(), example, (4, 4)), steps(module, example, (4, 4)), 1e-6)
 
 
@@ -779,7 +779,7 @@ LISTED = {  # that the CPU's autocast casts to the lower precision, to float32, 
     "sum of both": lambda x: x @ x.mT + x,
     "where": lambda x: torch.where(x > 0.5, x @ x.mT, x),
     "interpolate": lambda x: F.interpolate((x @ x.mT)[None], scale_factor=2.0, mode="bilinear"),
-    "grid sample": lambda x: F.grid_sample((x @ x.mT)[None], (x @ x.mT)[None, 0, :, :2, None].transpose(-1, -2)),
+    "grid sample": lambda x: (lambda y: F.grid_sample(y[None], y[None, 0, :, :2, None].transpose(-1, -2)))(x @ x.mT),
     "pool": lambda x: F.avg_pool2d(x @ x.mT, 2),
     "pad": lambda x: F.pad(x @ x.mT, (1, 1), mode="reflect"),
     "cumulated": lambda x: (x @ x.mT).cumsum(1),
@@ -816,7 +816,7 @@ def test_where_casts_cannot_be_told_the_region_stays(tmp_path):
     """What an operator of unknown composition casts inside is not in the program."""
     conftest.load()
     torch.manual_seed(0)
-    program = export(OfOneOperator(lambda x: torch.tensordot(F.gelu(x @ x.mT), x, 1)), torch.rand(8, 8, 8))
+    program = export(OfOneOperator(lambda x: torch.tensordot(F.gelu(x @ x.mT), x @ x.mT, 1)), torch.rand(8, 8, 8))
     torch.export.save(program, tmp_path / "m.pt2")
     fails(3, "import", tmp_path / "m.pt2", "-o", tmp_path / "m.pt", says=["wrap_with_autocast", "what that casts inside of torch.ops.aten.tensordot.default can't be told", "'tsmem rewrite' takes it"])
     assert not (tmp_path / "m.pt").exists()

@@ -56,7 +56,9 @@ constexpr std::string_view kPlainCompositions =
     "negative not_equal numpy_T one_hot outer positive ravel relu6 repeat_interleave reshape reshape_as "
     "rms_norm row_stack rrelu selu softmax special_erf special_erfc special_exp2 special_expit special_expm1 "
     "special_log1p special_round special_sinc split std std_mean subtract sum_to_size swapaxes swapdims "
-    "take_along_dim tensor_split tile to true_divide type_as unflatten unsafe_chunk var var_mean view_as "
+    "take_along_dim tensor_split tile to true_divide type_as unflatten unsafe_chunk upsample_bicubic2d "
+    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "upsample_trilinear3d var var_mean view_as "
     "vsplit vstack where ";
 
 // Whether no operator that is cast hides in its composition.

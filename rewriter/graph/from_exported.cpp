@@ -174,7 +174,11 @@ struct Builder {
     if (kind == "as_sym_float") return symbol(v, "as_float");
     if (kind == "as_sym_floats")
       return literals(v, FloatType::get(), formal, [&](const json& x) { return symbol(x, "as_float"); });
-    if (kind == "as_sym_bool") return symbol(v, "as_bool");
+    if (kind == "as_sym_bool") {
+      // To TorchScript a bool is no number (aten::_assert_scalar).
+      Value* truth = symbol(v, "as_bool");
+      return formal_type(formal)->kind() == TypeKind::NumberType ? g.insert(aten::Int, {truth}) : truth;
+    }
     if (kind == "as_sym_bools")
       return literals(v, BoolType::get(), formal, [&](const json& x) { return symbol(x, "as_bool"); });
     if (kind == "as_scalar_type") return g.insertConstant(static_cast<int64_t>(dtype_of(v.get<int64_t>())));

@@ -95,8 +95,14 @@ struct Writer {
     return std::nullopt;
   }
 
+  // Reading the graph has put it there.
+  static bool is_truth_as_number(const Node* n) {
+    return n->kind() == aten::Int && !origin(n) && n->input()->type()->kind() == TypeKind::BoolType;
+  }
+
   // The values with names that an input stands for: a list for all of its elements.
   void collect(const Value* v, std::vector<std::string>& found) const {
+    if (is_truth_as_number(v->node())) return collect(v->node()->input(), found);
     if (const auto it = names.find(v); it != names.end())
       found.push_back(it->second);
     else if (v->node()->kind() == prim::ListConstruct)
@@ -245,6 +251,7 @@ struct Writer {
   }
 
   void write(const Node* n) {
+    if (is_truth_as_number(n)) return;
     switch (n->kind()) {
       case prim::Constant:
       case prim::GetAttr:
