@@ -755,7 +755,7 @@ def test_parameters_are_cast_once_where_autocast_caches(tmp_path):
         program = export(model, example())
         region = next(n for n in program.graph.nodes if "wrap_with_autocast" in str(n.target))
         torch.export.save(program, tmp_path / "m.pt2")
-        module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+        module, _ = imported(tmp_path / "m.pt2", tmp_path / f"{caches}.pt")
         assert module.linear.code.count("torch.to") == (3 if region.args[3] else 5)
         assert_equal(steps(program.module(), example, (4, 4)), steps(module, example, (4, 4)), 1e-6)
 
