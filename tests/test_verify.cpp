@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "rewriter/error.h"
+#include "rewriter/rewrite/rewrite.h"
 #include "rewriter/verify/outcome.h"
 
 namespace tsmem {
@@ -498,6 +499,28 @@ TEST(Verify, HurriedComparesSmallerInputsAndThoseGiven) {
             "no_grad on the inputs given (4x3x130x160 float32) in float32. A thorough verification compares everything "
             "on the "
             "inputs given.");
+}
+
+// Once trained, on inputs that need no gradient, TorchScript draws for such a dropout without gradients too.
+TEST(Verify, HurriedWithADropoutThatDropsNothing) {
+  const auto block = [] {
+    Module m("Block");
+    for (const char* name : {"a", "b"}) m.register_parameter(name, at::eye(8).set_requires_grad(true), false);
+    m.define(R"(
+def forward(self, x):
+  return torch.embedding(torch.dropout(torch.sigmoid(self.a * self.b), 0.0, True), x)
+)");
+    return m;
+  };
+  Module rewritten = block();
+  rewrite(rewritten, {});
+  VerifyOptions o;
+  o.thorough = false;
+  o.measure = false;
+  o.spent = o.seconds;  // no time for eval mode, so that the model without gradients is the one trained
+  const auto r = verify(block(), rewritten, {at::arange(8)}, o);
+  EXPECT_TRUE(r.equal) << r.verdict;
+  EXPECT_EQ(r.compared.back().mode, "no_grad");
 }
 
 TEST(Verify, HurriedTakesFewerOfALists) {
