@@ -147,8 +147,8 @@ class Verifier {
   // Whether an output of A has required a gradient in every call with grad.
   bool needs_gradient_always(const std::string& output) const;
   bool same_random(const Outcome& a, const Outcome& b) const;
-  // Whether both draw the same where TorchScript's optimiser is off; said in a note.
-  bool draws_alike_as_written(const std::function<Outcome()>& a, const std::function<Outcome()>& b);
+  // Whether copies of both that were never run with gradients draw the same; said in a note. False in other modes.
+  bool draws_alike_untrained(Mode mode, const Run& run, const std::vector<IValue>& inputs, uint64_t seed, bool f64);
 
   // judge.cpp
   // B's error against A in their own dtype has no float64 to be measured by: it may be eight times that of the first
