@@ -23,6 +23,10 @@ std::optional<int64_t> origin(const Node* node) {
 
 std::string module_path(const Node* node) { return node->hasAttribute(kPath) ? node->s(kPath) : ""; }
 
+void take_path(Node* node, const Node* from) {
+  if (from->hasAttribute(kPath)) node->s_(kPath, from->s(kPath));
+}
+
 void set_own_results(Node* tuple, int64_t count) { tuple->i_(kOwnResults, count); }
 
 bool runs_for_its_effect(const Node* node) {

@@ -11,6 +11,9 @@ namespace tsmem {
 void set_origin(torch::jit::Node* node, int64_t index, const std::string& path);
 std::optional<int64_t> origin(const torch::jit::Node* node);
 
+// Gives a new node the path of the one in whose place it stands.
+void take_path(torch::jit::Node* node, const torch::jit::Node* from);
+
 // How many of the results in a graph's last tuple are its own. Those behind them are there so that what makes them
 // runs.
 void set_own_results(torch::jit::Node* tuple, int64_t count);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "rewriter/graph/exported_graph.h"
 #include "rewriter/modules.h"
 #include "rewriter/stays/saved_tensors.h"
 
@@ -47,11 +48,14 @@ void ModulePaths::enter_owner(ModulePlace& at, const torch::jit::StackEntry& cal
     auto* caller = type->findMethod(call.filename);
     auto* function = caller ? torch::jit::tryToGraphFunction(*caller) : nullptr;
     const auto* node = function ? find_op(*function->graph()->block(), call, op) : nullptr;
-    if (node) it->second = module_of_parameters(node).value_or("");
+    if (node) it->second = module_path(node);
+    if (node && it->second.empty()) it->second = module_of_parameters(node).value_or("");
   }
   if (it->second.empty()) return;
-  at.object = submodule(torch::jit::Module(at.object), it->second)._ivalue();
+  // A module without parameters is a path alone in a program of torch.export.
   at.path = join_path(at.path, it->second);
+  if (const auto value = value_at(torch::jit::Module(at.object), it->second); value && value->isModule())
+    at.object = value->toModule()._ivalue();
 }
 
 ModulePlace ModulePaths::called(ModulePlace caller, const std::string& op) {

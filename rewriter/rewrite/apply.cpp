@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "ops/traits.h"
+#include "rewriter/graph/origin.h"
 #include "rewriter/patterns/pattern_lines.h"
 #include "rewriter/rewrite/operators.h"
 #include "rewriter/rewrite/preoptimized.h"
@@ -210,6 +211,7 @@ Node* put_line(Graph& g, const Line& line, Node* at, const std::map<std::string,
   add_defaults(g, line.op, arguments);
   Node* n = g.insertNode(g.create(Symbol::fromQualString(line.op), arguments, line.outputs.size()));
   n->setSourceRange(at->sourceRange());
+  take_path(n, at);
   if (!n->maybeSchema())
     throw std::logic_error(
         fmt::format("the pattern {} gives {} arguments that it does not take", f.pattern->name, line.op));
