@@ -346,6 +346,23 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
       recompute);
 }
 
+// Convolutions with padding="same" or "valid" as traced models have them.
+Tensor convolution_mode(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                        c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
+  const auto aten = [&] { return at::_convolution_mode(input, weight, bias, stride, padding, dilation, groups); };
+  if (input.dim() != weight.dim()) return aten();
+  switch (weight.dim()) {
+    case 3:
+      return conv_padding<1>(input, weight, bias, stride, padding, dilation, groups, recompute);
+    case 4:
+      return conv_padding<2>(input, weight, bias, stride, padding, dilation, groups, recompute);
+    case 5:
+      return conv_padding<3>(input, weight, bias, stride, padding, dilation, groups, recompute);
+    default:
+      return aten();
+  }
+}
+
 template <int64_t D>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                       IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation,
@@ -426,6 +443,9 @@ void register_for_autocast(torch::Library& m) {
   m.impl("conv_transpose3d.input", key, TORCH_FN((Lower<&conv_transpose<3>, device>::call)));
   m.impl("_convolution.deprecated", key, TORCH_FN((Lower<&convolution_deprecated, device>::call)));
   m.impl("_convolution", key, TORCH_FN((traced_convolution<device>)));
+  // The CPU's autocast leaves it alone, TorchScript's pass too.
+  if constexpr (device != c10::DeviceType::CPU)
+    m.impl("_convolution_mode", key, TORCH_FN((Lower<&convolution_mode, device>::call)));
 }
 
 }  // namespace
@@ -477,6 +497,10 @@ void register_conv(torch::Library& m) {
       "bool transposed, int[] output_padding, int groups, bool benchmark, bool deterministic, bool cudnn_enabled, int "
       "recompute=0) -> Tensor",
       TORCH_FN(convolution_deprecated));
+  m.def(
+      "_convolution_mode(Tensor input, Tensor weight, Tensor? bias, int[] stride, str padding, int[] dilation, int "
+      "groups, int recompute=0) -> Tensor",
+      TORCH_FN(convolution_mode));
   register_for_autocast<c10::DeviceType::CPU>(m);
   register_for_autocast<c10::DeviceType::CUDA>(m);
 }

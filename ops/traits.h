@@ -14,6 +14,7 @@ struct OperatorTraits {
 
 inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::_convolution", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::_convolution_mode", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::_grouped_mm", .expensive = true},
     {.name = "tsmem::addmm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::autocast", .calls_method = true},

@@ -42,6 +42,7 @@ void register_vmap(torch::Library& m) {
 
                            "_convolution",
                            "_convolution.deprecated",
+                           "_convolution_mode",
                            "_grouped_mm",
                            "conv1d",
                            "conv1d.padding",

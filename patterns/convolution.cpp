@@ -15,6 +15,7 @@ Pattern convolution() {
     p.rules.push_back(same_schema(op, 8));
   p.rules.push_back(same_schema("_convolution", 13));
   p.rules.push_back(same_schema("_convolution", 12));
+  p.rules.push_back(same_schema("_convolution_mode", 7));
   return p;
 }
 

@@ -886,21 +886,34 @@ def test_a_program_without_values_is_refused(tsmem):
         tsmem.rewrite(program)
 
 
-def test_a_program_that_torch_can_not_load_again(tsmem):
-    """A block without results is saved, and then refused by torch.export.load."""
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
+class Counting(nn.Module):
+    """A block without a result, which torch.export.load refuses as torch.export.save wrote it."""
 
-        def forward(self, x):
-            y = x * 2
-            with torch.no_grad():
-                self.calls.add_(1)
-            return x + y
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
 
-    with pytest.raises(tsmem.Error, match="can't load the program once it is saved"):
-        tsmem.rewrite(export(Block(), torch.randn(3)))
+    def forward(self, x):
+        y = x * 2
+        with torch.no_grad():
+            self.calls.add_(1)
+        return x + y
+
+
+def test_a_block_without_a_result(tsmem):
+    module = tsmem.rewrite(export(Counting(), torch.randn(3))).module()
+    x = torch.randn(3)
+    assert all(torch.allclose(module(x), 3 * x) for _ in range(2)) and module.calls == 2
+
+
+def test_a_program_that_torch_can_not_load_again(tsmem, monkeypatch):
+    def load(*_):
+        raise RuntimeError("no such thing")
+
+    program = export(Counting(), torch.randn(3))
+    monkeypatch.setattr(torch.export, "load", load)
+    with pytest.raises(tsmem.Error, match="can't load the program once it is saved: no such thing"):
+        tsmem.rewrite(program)
 
 
 def with_records(path, new, change):

@@ -165,6 +165,7 @@ bool makes_fresh_tensor(const Node* n) {
                                               "conv_transpose2d",
                                               "conv_transpose3d",
                                               "_convolution",
+                                              "_convolution_mode",
                                               "batch_norm",
                                               "layer_norm",
                                               "group_norm",

@@ -12,6 +12,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
   static const std::vector<SavedByRow> rows = {
       // Products.
       {"aten::_convolution", "input:weight weight:input"},
+      {"aten::_convolution_mode", "input:weight weight:input"},
       {"aten::_grouped_mm", "self:mat2 mat2:self"},
       {"aten::addbmm", "batch1:batch2 batch2:batch1"},
       {"aten::addmm", "mat1:mat2 mat2:mat1"},
@@ -269,6 +270,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
       {"tsmem::conv_transpose2d", "input:weight weight:input"},
       {"tsmem::conv_transpose3d", "input:weight weight:input"},
       {"tsmem::_convolution", "input:weight weight:input"},
+      {"tsmem::_convolution_mode", "input:weight weight:input"},
       {"tsmem::cross_entropy_loss", "self target"},
       {"tsmem::dropout", ""},
       {"tsmem::feature_alpha_dropout", ""},

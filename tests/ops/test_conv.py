@@ -93,6 +93,30 @@ def test_convolution(transposed, deprecated):
                          run(lambda *i: getattr(torch.ops.aten._convolution, which)(*i, *args), *z))
 
 
+@pytest.mark.parametrize("d", (1, 2, 3))
+def test_convolution_of_a_traced_padding(d):
+    """Also where it falls back: one sample, as PyTorch takes it or not, and a padding that there is not."""
+    for padding, stride in (("same", 1), ("valid", 2)):
+        args = ([stride] * d, padding, [1] * d, 2)
+        for needs in FLAGS:
+            x, w, b = operands(d, flags=needs)
+            for dtype in (torch.float32, torch.float64):
+                z = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in (x, w, b)]
+                assert_equal(run(lambda *i: torch.ops.tsmem._convolution_mode(*i, *args), *z), run(lambda *i: torch.ops.aten._convolution_mode(*i, *args), *z))
+    for bad in ((x, ([1] * d, "some", [1] * d, 2)), (x[0], ([1] * d, "same", [1] * d, 2))):
+        outcomes = []
+        for op in (torch.ops.tsmem._convolution_mode, torch.ops.aten._convolution_mode):
+            try:
+                outcomes.append(op(bad[0], w, b, *bad[1]).shape)
+            except (RuntimeError, IndexError) as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1], outcomes
+    with torch.autocast("cpu", torch.bfloat16):
+        x, w, b = operands(d)
+        args = ([1] * d, "same", [1] * d, 2)
+        assert_equal(run(lambda *i: torch.ops.tsmem._convolution_mode(*i, *args), x, w, b), run(lambda *i: torch.ops.aten._convolution_mode(*i, *args), x, w, b))
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", CONVS | TRANSPOSED)
 def test_keeps_only_what_is_needed(name, flags):

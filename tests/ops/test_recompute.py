@@ -755,6 +755,7 @@ def kinds(d):
         "transposed": (lambda x, w, b, r: transpose(x, w, b, two, one, one, 2, one, r), True),
         "_convolution": (lambda x, w, b, r: ops._convolution(x, w, b, one, one, one, False, zero, 2, *flags, True, r), False),
         "_convolution, transposed": (lambda x, w, b, r: ops._convolution(x, w, b, two, one, one, True, one, 2, *flags, True, r), True),
+        "_convolution_mode": (lambda x, w, b, r: ops._convolution_mode(x, w, b, one, "same", one, 2, r), False),
         "_convolution.deprecated": (lambda x, w, b, r: ops._convolution.deprecated(x, w, b, two, one, one, False, zero, 2, *flags, r), False),
     }
 

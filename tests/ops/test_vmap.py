@@ -11,7 +11,7 @@ def test_every_op_has_a_batching_rule(ops):
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name.removeprefix("tsmem::")
         tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-        if name != schema.name and not name.startswith("_act") and tensors and (not name.startswith("_") or name in ("_convolution", "_grouped_mm")):
+        if name != schema.name and not name.startswith("_act") and tensors and (not name.startswith("_") or name in ("_convolution", "_convolution_mode", "_grouped_mm")):
             full = schema.name + ("." + schema.overload_name if schema.overload_name else "")
             assert any(torch._C._dispatch_has_kernel_for_dispatch_key(full, key) for key in ("FuncTorchBatched", "FuncTorchDynamicLayerFrontMode")), full
 
