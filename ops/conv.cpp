@@ -315,12 +315,14 @@ Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, In
       recompute);
 }
 
+// With padding="same" or "valid".
 template <int64_t D>
-Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
-                    c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
+Tensor conv_of_named_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                             c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute,
+                             const Forward& aten) {
   const bool same = padding == "same";
   if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
-    return aten_conv<D>(input, weight, bias, stride, padding, dilation, groups);
+    return aten(input, weight, bias);
   ConvArgs args{expand(stride, D),
                 std::vector<int64_t>(D, 0),
                 expand(dilation, D),
@@ -338,28 +340,34 @@ Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& 
     }
     if (std::any_of(after.begin(), after.end(), [](int64_t p) { return p != 0; })) args.pad_after = after;
   }
-  return apply(
-      input, weight, bias, args,
-      [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
-        return aten_conv<D>(x, w, b, stride, padding, dilation, groups);
-      },
-      recompute);
+  return apply(input, weight, bias, args, aten, recompute);
 }
 
-// Convolutions with padding="same" or "valid" as traced models have them.
+template <int64_t D>
+Tensor conv_padding(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
+                    c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
+  return conv_of_named_padding<D>(input, weight, bias, stride, padding, dilation, groups, recompute,
+                                  [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+                                    return aten_conv<D>(x, w, b, stride, padding, dilation, groups);
+                                  });
+}
+
+// As traced models have them.
 Tensor convolution_mode(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                         c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute) {
-  const auto aten = [&] { return at::_convolution_mode(input, weight, bias, stride, padding, dilation, groups); };
-  if (input.dim() != weight.dim()) return aten();
+  const Forward aten = [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
+    return at::_convolution_mode(x, w, b, stride, padding, dilation, groups);
+  };
+  if (input.dim() != weight.dim()) return aten(input, weight, bias);
   switch (weight.dim()) {
     case 3:
-      return conv_padding<1>(input, weight, bias, stride, padding, dilation, groups, recompute);
+      return conv_of_named_padding<1>(input, weight, bias, stride, padding, dilation, groups, recompute, aten);
     case 4:
-      return conv_padding<2>(input, weight, bias, stride, padding, dilation, groups, recompute);
+      return conv_of_named_padding<2>(input, weight, bias, stride, padding, dilation, groups, recompute, aten);
     case 5:
-      return conv_padding<3>(input, weight, bias, stride, padding, dilation, groups, recompute);
+      return conv_of_named_padding<3>(input, weight, bias, stride, padding, dilation, groups, recompute, aten);
     default:
-      return aten();
+      return aten(input, weight, bias);
   }
 }
 
