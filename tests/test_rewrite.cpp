@@ -1334,6 +1334,18 @@ TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
   EXPECT_EQ(std::count(product.begin(), product.end(), "mul"), 1);
 }
 
+TEST(Rewrite, TakesATracedConvolutionOfANamedPadding) {
+  for (const char* padding : {"same", "valid"}) {
+    Module m = net(
+        "def forward(self, x):\n    return torch.tanh(torch._convolution_mode(x, self.conv.weight, None, [1, 1], '" +
+        std::string(padding) + "', [1, 1], 1))\n");
+    Module original = reload(m);
+    const auto found = names(rewrite(m, {}));
+    EXPECT_EQ(std::count(found.begin(), found.end(), "conv"), 1) << graph(m);
+    expect_same_numbers(original, m, image());
+  }
+}
+
 TEST(Regions, DoesNotTakeArithmeticOfNumbers) {
   Module m =
       net("def forward(self, x):\n    n = -(abs(x.size(0) - 3) // 2) + 2 ** x.size(1)\n    k = float(n) / 2. - 1.\n"
