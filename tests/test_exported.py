@@ -760,6 +760,12 @@ def test_what_is_measured_is_told_by_module(tmp_path):
     assert saved["0.up"] > 0 and saved["1.gate"] > 0, saved
 
 
+def test_what_a_node_remembers_is_not_printed(archive):
+    path, new = archive("resnet18")
+    done = run("diff", path, new)
+    assert "tsmem::" in done.stdout and "tsmem_" not in done.stdout, done.stdout
+
+
 def test_parameters_are_cast_once_where_autocast_caches(tmp_path):
     class Twice(nn.Module):
         def __init__(self):

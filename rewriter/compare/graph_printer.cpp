@@ -119,8 +119,11 @@ class Printer {
 
   void attributes(const Node* n) {
     auto names = n->attributeNames();
-    // A number that LibTorch gives to each warning as it loads it.
-    std::erase_if(names, [](Symbol name) { return name == attr::warn_id; });
+    // A number that LibTorch gives to each warning as it loads it, and what a node remembers of the program that it was
+    // read from.
+    std::erase_if(names, [](Symbol name) {
+      return name == attr::warn_id || std::string_view(name.toUnqualString()).starts_with("tsmem_");
+    });
     if (names.empty()) return;
     add("[");
     for (size_t i = 0; i < names.size(); ++i) {
