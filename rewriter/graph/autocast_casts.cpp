@@ -72,16 +72,14 @@ bool hides_nothing(const c10::OperatorHandle& op) {
   return kPlainCompositions.find(fmt::format(" {} ", name)) != std::string_view::npos;
 }
 
-// The dtype that the operator's floating operands are cast to: that of its first floating result, where autocast gives
-// results that dtype.
-std::optional<c10::ScalarType> cast_to(const json& graph, const json& node, c10::ScalarType low) {
-  for (const std::string& name : names_in(node.at("outputs"))) {
-    const json* value = described(graph, name);
-    if (!value) continue;
-    const auto dtype = dtype_in(*value);
-    if (dtype == low || dtype == at::kFloat) return dtype;
-    if (c10::isFloatingType(dtype)) return std::nullopt;
-  }
+// The dtype of the operator's first result that is no integer; that of its parts where it is complex.
+std::optional<c10::ScalarType> dtype_of_result(const json& graph, const json& node) {
+  for (const std::string& name : names_in(node.at("outputs")))
+    if (const json* value = described(graph, name)) {
+      const auto dtype = dtype_in(*value);
+      if (c10::isFloatingType(dtype)) return dtype;
+      if (c10::isComplexType(dtype)) return c10::toRealValueType(dtype);
+    }
   return std::nullopt;
 }
 
@@ -123,9 +121,9 @@ bool add_casts(Casts& casts, const Autocast& autocast, json& node) {
   const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(c10::Device(*device).type());
   const bool is_cast = handle->hasKernelForDispatchKey(key) || passes_casts_on(handle->operator_name());
   if (!is_cast) return hides_nothing(*handle);
-  if (handle->schema().is_mutable()) return false;
-  const auto to = cast_to(graph, node, dtype_of(autocast.dtypes.at(*device)));
-  if (!to) return true;
+  const auto to = dtype_of_result(graph, node);
+  if (!to || handle->schema().is_mutable()) return false;
+  if (*to != at::kFloat && *to != dtype_of(autocast.dtypes.at(*device))) return true;  // as its operands are
   for (json& input : node.at("inputs"))
     for_each_name(input.at("arg"), [&](json& operand) {
       const json* value = described(graph, operand);
