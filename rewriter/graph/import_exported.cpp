@@ -12,6 +12,7 @@
 #include "rewriter/error.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/for_torchscript.h"
 #include "rewriter/graph/mode_blocks.h"
 #include "rewriter/graph/module_stack.h"
 #include "rewriter/graph/origin.h"
@@ -97,6 +98,7 @@ class Importer {
     for (Node* n : nodes()) give_flag(n);
     for (Node* n : nodes()) count_batches_in_training(n);
     for (Node* n : nodes()) let_cudnn_run(n);
+    leave_out_assertions();
     describe_what_stays();
     const CallsOf calls = calls_of_nodes();
     check_inputs();
@@ -127,6 +129,19 @@ class Importer {
       throw Error(ErrorKind::input, fmt::format("'{}' calls {}, {}, so it can't be imported; 'tsmem rewrite' takes it.",
                                                 path_, target, why));
     }
+  }
+
+  // TorchScript drops them, as they give nothing.
+  void leave_out_assertions() {
+    size_t left_out = 0;
+    for (Node* n : nodes())
+      if (n->kind() == Symbol::aten("_assert_scalar")) {
+        n->destroy();
+        ++left_out;
+      }
+    if (left_out)
+      notes_.push_back(fmt::format("{} of the program's, of sizes or by torch._check, are not in the import.",
+                                   counted(left_out, "assertion")));
   }
 
   // Modules without parameters have no place yet, and some of them have a mode (Dropout).
@@ -386,7 +401,8 @@ class Importer {
 
 Imported import_exported(const ExportedProgram& program) {
   try {
-    return Importer(program).run();
+    const ExportedProgram adapted = for_torchscript(program);
+    return Importer(adapted).run();
   } catch (const json::exception&) {
     throw Error(
         ErrorKind::input,

@@ -119,18 +119,31 @@ class Inliner {
     if (!stack.empty() && stack_of(node).empty()) node["metadata"]["nn_module_stack"] = stack;
     const auto region = region_of(node);
     if (region && add_region(*region, node)) return;
-    if (!autocast_.dtypes.empty() && (region || !add_casts(casts_, autocast_, node)))
+    if (!autocast_.dtypes.empty() && (region || !add_casts(casts_, autocast_, uncertain_, node)))
       throw CastsUnknown{node.at("target")};
+    note_uncertain(node);
     graph_["nodes"].push_back(std::move(node));
+  }
+
+  // Where an autocast may be on around the program, what its operators give may have another dtype than it says.
+  void note_uncertain(const json& node) {
+    const auto inputs = names_in(node.at("inputs"));
+    const bool from_uncertain =
+        std::any_of(inputs.begin(), inputs.end(), [&](const std::string& name) { return uncertain_.count(name) > 0; });
+    if (may_be_cast(node) && (in_autocast_ == 0 || from_uncertain))
+      for (const std::string& name : names_in(node.at("outputs"))) uncertain_.insert(name);
   }
 
   // False where its inputs and results are no tensors or numbers by name, or what is cast in it can't be told.
   bool add_region(const ModeRegion& region, const json& node) {
     const Autocast around = autocast_;
+    const int autocasts = in_autocast_;
     const auto cached = casts_.cached;
     const Names names = outer_;
     const size_t before = graph_["nodes"].size();
-    if (region.mode[0] == "autocast") switch_autocast(region);
+    const bool of_autocast = region.mode[0] == "autocast";
+    if (of_autocast) switch_autocast(region);
+    in_autocast_ += of_autocast;
     bool added = false;
     try {
       added = add_inside(region, node);
@@ -141,6 +154,7 @@ class Inliner {
       while (graph_["nodes"].size() > before) graph_["nodes"].erase(graph_["nodes"].size() - 1);
     }
     autocast_ = around;
+    in_autocast_ = autocasts;
     // The casts of parameters live until the outermost autocast ends.
     if (!added || autocast_.dtypes.empty()) casts_.cached = autocast_.dtypes.empty() ? decltype(cached)() : cached;
     return added;
@@ -242,6 +256,8 @@ class Inliner {
   std::set<std::string> parameters_;
   Casts casts_;
   Autocast autocast_;
+  int in_autocast_ = 0;              // how many of its blocks, on or off, are around
+  std::set<std::string> uncertain_;  // tensors
   std::unordered_set<std::string> taken_;
   Names outer_;  // the names by now of what the graph that is gone through calls otherwise
 };

@@ -91,7 +91,7 @@ void put_with_blocks(Graph& body, const std::shared_ptr<CompilationUnit>& unit, 
       const auto mode = border.at("mode").get<std::vector<std::string>>();
       Value* object = add(prim::CreateObject, {}, compiled(class_of(mode.at(0), by), unit))->output();
       std::vector<Value*> arguments = {object};
-      if (mode.size() > 1)
+      if (mode.size() > 1)  // of an autocast that is off, whose dtype doesn't matter
         for (const c10::IValue& v :
              {c10::IValue(mode[1]), c10::IValue(static_cast<int64_t>(at::ScalarType::BFloat16)), c10::IValue(false)})
           arguments.push_back(body.insertConstant(v));

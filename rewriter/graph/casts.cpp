@@ -1,0 +1,40 @@
+#include "rewriter/graph/casts.h"
+
+#include <nlohmann/json.hpp>
+
+#include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/tensor_values.h"
+
+namespace tsmem {
+
+using nlohmann::json;
+
+const json* described(const json& graph, const std::string& name) {
+  const json& values = graph.at("tensor_values");
+  const auto found = values.find(name);
+  return found == values.end() ? nullptr : &*found;
+}
+
+c10::ScalarType dtype_in(const json& description) { return dtype_of(description.at("dtype").get<int64_t>()); }
+
+std::string cast_of(Casts& casts, const std::string& name, c10::ScalarType to, bool caches, const json& node) {
+  const std::pair<std::string, int64_t> key(name, exported_dtype(to));
+  const bool once = caches && casts.parameters.count(name) > 0;
+  if (once)
+    if (const auto known = casts.cached.find(key); known != casts.cached.end()) return known->second;
+  const std::string result = casts.unused_name(name + "_cast");
+  const json cast = {{"target", "torch.ops.aten.to.dtype"},
+                     {"inputs",
+                      {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}},
+                       {{"name", "dtype"}, {"arg", {{"as_scalar_type", exported_dtype(to)}}}, {"kind", 1}}}},
+                     {"outputs", {{{"as_tensor", {{"name", result}}}}}},
+                     {"metadata", node.value("metadata", json::object())},
+                     {"is_hop_single_tensor_return", nullptr},
+                     {"name", result}};
+  describe_results(casts.graph, cast);
+  casts.graph["nodes"].push_back(cast);
+  if (once) casts.cached[key] = result;
+  return result;
+}
+
+}  // namespace tsmem

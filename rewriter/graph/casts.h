@@ -1,0 +1,29 @@
+// Casts written into a graph in the form of torch.export.
+#pragma once
+#include <c10/core/ScalarType.h>
+
+#include <functional>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <set>
+#include <string>
+
+namespace tsmem {
+
+// Where casts come from and go to.
+struct Casts {
+  nlohmann::json& graph;  // whose "tensor_values" describe the operands, and are to describe the casts
+  const std::set<std::string>& parameters;
+  std::function<std::string(const std::string& wanted)> unused_name;
+  std::map<std::pair<std::string, int64_t>, std::string> cached = {};  // of parameters, by name and dtype
+};
+
+// The description of a tensor; null for a number.
+const nlohmann::json* described(const nlohmann::json& graph, const std::string& name);
+c10::ScalarType dtype_in(const nlohmann::json& description);
+
+// Adds a cast of the tensor `name` to the graph's nodes, with the metadata of the node that it is for, and gives its
+// name; of a parameter that was cast before, where `caches`, the name of that.
+std::string cast_of(Casts& casts, const std::string& name, c10::ScalarType to, bool caches, const nlohmann::json& node);
+
+}  // namespace tsmem

@@ -1,0 +1,137 @@
+#include "rewriter/graph/for_torchscript.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <unordered_set>
+
+#include "rewriter/graph/casts.h"
+#include "rewriter/graph/exported_schema.h"
+#include "rewriter/graph/inline_regions.h"
+
+namespace tsmem {
+namespace {
+
+using nlohmann::json;
+
+// Operators that take several floating dtypes, or give another than they take.
+constexpr std::string_view kPromoting =
+    " add addcdiv addcmul atan2 cat copysign cumsum div fmod hypot lerp log_softmax logaddexp max maximum mean min "
+    "minimum mul pow prod remainder rsub softmax stack sub sum true_divide where ";
+
+bool is_mutable(const json& node) {
+  const OperatorOverload op = operator_of(node.at("target").get<std::string>());
+  const auto handle = c10::Dispatcher::singleton().findSchema({op.name, op.overload});
+  return !handle || handle->schema().is_mutable();
+}
+
+class Adapter {
+ public:
+  explicit Adapter(json& graph)
+      : graph_(graph), casts_{graph_, no_parameters_, [this](const std::string& name) { return unused(name); }} {
+    for (const std::string& name : names_in(graph.at("inputs"))) taken_.insert(name);
+    for (const json& node : graph.at("nodes"))
+      for (const std::string& name : names_in(node.at("outputs"))) taken_.insert(name);
+  }
+
+  void run() {
+    json nodes = json::array();
+    std::swap(nodes, graph_["nodes"]);
+    for (json& node : nodes) {
+      if (is_border(node)) {
+        cross(node);
+      } else {
+        promote(node);
+        if (!modes_.empty() && modes_.back().name == "no_grad") detach(node);
+      }
+      graph_["nodes"].push_back(std::move(node));
+    }
+  }
+
+ private:
+  // A region that switches gradients off or on.
+  struct Mode {
+    std::string name;
+    std::unordered_set<std::string> made = {};         // in it
+    std::map<std::string, std::string> detached = {};  // by the name outside
+  };
+
+  void cross(const json& border) {
+    const auto mode = border.at("mode").at(0).get<std::string>();
+    if (mode == "autocast") return;
+    if (begins_region(border))
+      modes_.push_back({mode});
+    else
+      modes_.pop_back();
+  }
+
+  static bool is_floating(const json* description) {
+    return description && c10::isFloatingType(dtype_in(*description));
+  }
+
+  void promote(json& node) {
+    const std::string op = operator_of(node.at("target").get<std::string>()).name;
+    if (!op.starts_with("aten::") || kPromoting.find(fmt::format(" {} ", op.substr(6))) == std::string_view::npos)
+      return;
+    const auto results = names_in(node.at("outputs"));
+    const json* result = results.empty() ? nullptr : described(graph_, results[0]);
+    if (!is_floating(result)) return;
+    const auto to = dtype_in(*result);
+    for (json& input : node.at("inputs"))
+      for_each_name(input.at("arg"), [&](json& operand) {
+        const json* value = described(graph_, operand);
+        if (is_floating(value) && dtype_in(*value) != to && c10::promoteTypes(dtype_in(*value), to) == to)
+          operand = cast_of(casts_, operand, to, /*caches=*/false, node);
+      });
+  }
+
+  void detach(json& node) {
+    Mode& mode = modes_.back();
+    if (!is_mutable(node))
+      for (json& input : node.at("inputs"))
+        for_each_name(input.at("arg"), [&](json& operand) {
+          if (!mode.made.count(operand.get<std::string>()) && is_floating(described(graph_, operand)))
+            operand = detached(mode, operand, node);
+        });
+    for (const std::string& name : names_in(node.at("outputs"))) mode.made.insert(name);
+  }
+
+  std::string detached(Mode& mode, const std::string& name, const json& node) {
+    std::string& known = mode.detached[name];
+    if (!known.empty()) return known;
+    known = unused(name + "_detached");
+    graph_["tensor_values"][known] = graph_["tensor_values"][name];
+    graph_["nodes"].push_back(
+        {{"target", "torch.ops.aten.detach.default"},
+         {"inputs", {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}}}},
+         {"outputs", {{{"as_tensor", {{"name", known}}}}}},
+         {"metadata", node.value("metadata", json::object())},
+         {"is_hop_single_tensor_return", nullptr},
+         {"name", known}});
+    return known;
+  }
+
+  std::string unused(const std::string& name) {
+    std::string other = name;
+    for (int k = 1; !taken_.insert(other).second; ++k) other = fmt::format("{}_{}", name, k);
+    return other;
+  }
+
+  json& graph_;
+  const std::set<std::string> no_parameters_;
+  Casts casts_;
+  std::unordered_set<std::string> taken_;
+  std::vector<Mode> modes_;
+};
+
+}  // namespace
+
+ExportedProgram for_torchscript(ExportedProgram program) {
+  Adapter(program.program.at("graph_module").at("graph")).run();
+  return program;
+}
+
+}  // namespace tsmem
