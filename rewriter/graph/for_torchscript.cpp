@@ -44,8 +44,8 @@ class Adapter {
       if (is_border(node)) {
         cross(node);
       } else {
-        promote(node);
         if (!modes_.empty() && modes_.back().name == "no_grad") detach(node);
+        promote(node);
       }
       graph_["nodes"].push_back(std::move(node));
     }
