@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "rewriter/graph/casts.h"
@@ -40,15 +41,21 @@ class Adapter {
   void run() {
     json nodes = json::array();
     std::swap(nodes, graph_["nodes"]);
+    for (const json& node : nodes)
+      for (const std::string& name : names_in(node.at("inputs"))) ++uses_[name];
+    for (const std::string& name : names_in(graph_.at("outputs"))) ++uses_[name];
     for (json& node : nodes) {
+      for (json& input : node.at("inputs")) rename(input.at("arg"));
       if (is_border(node)) {
+        graph_["nodes"].push_back(node);
         cross(node);
-      } else {
-        if (!modes_.empty() && modes_.back().name == "no_grad") detach(node);
-        promote(node);
+        continue;
       }
+      if (!modes_.empty() && modes_.back().name == "no_grad") detach(node);
+      promote(node);
       graph_["nodes"].push_back(std::move(node));
     }
+    for (json& output : graph_.at("outputs")) rename(output);
   }
 
  private:
@@ -62,10 +69,23 @@ class Adapter {
   void cross(const json& border) {
     const auto mode = border.at("mode").at(0).get<std::string>();
     if (mode == "autocast") return;
-    if (begins_region(border))
+    if (begins_region(border)) {
       modes_.push_back({mode});
-    else
-      modes_.pop_back();
+      return;
+    }
+    const Mode left = std::move(modes_.back());
+    modes_.pop_back();
+    if (left.name != "no_grad") return;
+    for (const std::string& name : left.made)
+      if (uses_[name] > 0 && is_floating(described(graph_, name))) renamed_[name] = add_detach(name, border);
+  }
+
+  // The uses of names by what comes.
+  void rename(json& argument) {
+    for_each_name(argument, [&](json& name) {
+      --uses_[name.get<std::string>()];
+      if (const auto other = renamed_.find(name.get<std::string>()); other != renamed_.end()) name = other->second;
+    });
   }
 
   static bool is_floating(const json* description) {
@@ -89,29 +109,30 @@ class Adapter {
   }
 
   void detach(json& node) {
+    if (is_mutable(node)) return;
     Mode& mode = modes_.back();
-    if (!is_mutable(node))
-      for (json& input : node.at("inputs"))
-        for_each_name(input.at("arg"), [&](json& operand) {
-          if (!mode.made.count(operand.get<std::string>()) && is_floating(described(graph_, operand)))
-            operand = detached(mode, operand, node);
-        });
+    for (json& input : node.at("inputs"))
+      for_each_name(input.at("arg"), [&](json& operand) {
+        const auto name = operand.get<std::string>();
+        if (mode.made.count(name) || !is_floating(described(graph_, name))) return;
+        std::string& known = mode.detached[name];
+        if (known.empty()) known = add_detach(name, node);
+        operand = known;
+      });
     for (const std::string& name : names_in(node.at("outputs"))) mode.made.insert(name);
   }
 
-  std::string detached(Mode& mode, const std::string& name, const json& node) {
-    std::string& known = mode.detached[name];
-    if (!known.empty()) return known;
-    known = unused(name + "_detached");
-    graph_["tensor_values"][known] = graph_["tensor_values"][name];
+  std::string add_detach(const std::string& name, const json& node) {
+    const std::string result = unused(name + "_detached");
+    graph_["tensor_values"][result] = graph_["tensor_values"][name];
     graph_["nodes"].push_back(
         {{"target", "torch.ops.aten.detach.default"},
          {"inputs", {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}}}},
-         {"outputs", {{{"as_tensor", {{"name", known}}}}}},
+         {"outputs", {{{"as_tensor", {{"name", result}}}}}},
          {"metadata", node.value("metadata", json::object())},
          {"is_hop_single_tensor_return", nullptr},
-         {"name", known}});
-    return known;
+         {"name", result}});
+    return result;
   }
 
   std::string unused(const std::string& name) {
@@ -125,6 +146,8 @@ class Adapter {
   Casts casts_;
   std::unordered_set<std::string> taken_;
   std::vector<Mode> modes_;
+  std::unordered_map<std::string, int> uses_;  // that are to come
+  std::unordered_map<std::string, std::string> renamed_;
 };
 
 }  // namespace

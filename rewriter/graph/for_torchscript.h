@@ -8,8 +8,9 @@ namespace tsmem {
 // - Operands of several dtypes are cast to the result's: TorchScript's own derivatives hand gradients on in the
 // result's
 //   dtype (torch/csrc/jit/runtime/symbolic_script.cpp).
-// - What goes into a region without gradients is detached: TorchScript makes one of two operators with the same
-//   operands, whichever region they are in (torch/csrc/jit/passes/common_subexpression_elimination.cpp).
+// - What goes into a region without gradients, and comes out of it, is detached: TorchScript makes one of two operators
+//   with the same operands, whichever region they are in (torch/csrc/jit/passes/common_subexpression_elimination.cpp),
+//   and may take the results of what it differentiates for ones that need a gradient.
 ExportedProgram for_torchscript(ExportedProgram program);
 
 }  // namespace tsmem
