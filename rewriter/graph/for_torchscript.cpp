@@ -62,7 +62,7 @@ class Adapter {
   // A region that switches gradients off or on.
   struct Mode {
     std::string name;
-    std::unordered_set<std::string> made = {};         // in it
+    std::set<std::string> made = {};                   // in it
     std::map<std::string, std::string> detached = {};  // by the name outside
   };
 
