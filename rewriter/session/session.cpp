@@ -53,7 +53,8 @@ RewriteOptions options_for(const ModelFile& file, RewriteOptions options) {
     throw Error(ErrorKind::request,
                 fmt::format("A program of torch.export can't be rewritten with {}: {}.", option, instead));
   };
-  if (!options.amp.empty()) refuse("amp", "export the model under torch.autocast");
+  if (!options.amp.empty())
+    refuse("amp", "put torch.autocast into the model's forward and export it again, or train the program under it");
   if (!options.checkpoint.empty()) refuse("checkpoint", "import it first (tsmem import), or use a budget");
   options.runs_eagerly = true;
   return options;
