@@ -78,12 +78,13 @@ bool is_one_product(const json& node) {
   return true;
 }
 
-// The operator that is cast in one that PyTorch composes of views and it: to cast the operands first is the same. The
-// operator itself where it is none of these; "" where it is nothing that is cast or not known.
+// The operator that is cast in one that PyTorch composes of views and it, or of several that are cast alike: to cast
+// the operands first is the same. The operator itself where it is none of these; "" where it is nothing that is cast or
+// not known.
 std::string cast_part(const std::string& name, const json& node) {
   static const std::map<std::string, std::string> other_names = {
-      {"arccos", "acos"}, {"arcsin", "asin"},         {"linalg_matmul", "matmul"},
-      {"square", "pow"},  {"special_expm1", "expm1"}, {"special_log1p", "log1p"}};
+      {"arccos", "acos"},          {"arcsin", "asin"}, {"cross_entropy_loss", "nll_loss"}, {"linalg_matmul", "matmul"},
+      {"nll_loss_nd", "nll_loss"}, {"square", "pow"},  {"special_expm1", "expm1"},         {"special_log1p", "log1p"}};
   if (const auto other = other_names.find(name); other != other_names.end()) return other->second;
   if (name == "einsum") return is_one_product(node) ? "bmm" : "";
   if (name != "pad") return name;
@@ -106,8 +107,9 @@ bool is_listed(const std::string& name, c10::DispatchKey key) {
 // Whether no operator that is cast hides in one that is not on the lists itself.
 bool hides_nothing(const c10::OperatorHandle& op, const std::string& name, const json& node) {
   if (op.schema().name().starts_with("tsmem::")) return true;
-  if (!op.schema().name().starts_with("aten::") || name.starts_with("linalg_")) return false;
-  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return true;
+  if (!op.schema().name().starts_with("aten::")) return false;
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
+    return !name.starts_with("linalg_") || op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
   if (name == "einsum") return false;
   // What is composed of one operator that is not cast on this device.
   if (cast_part(name, node) != name || name.starts_with("upsample_")) return true;
