@@ -1,5 +1,7 @@
 #include "rewriter/graph/casts.h"
 
+#include <fmt/format.h>
+
 #include <nlohmann/json.hpp>
 
 #include "rewriter/graph/exported_schema.h"
@@ -8,6 +10,20 @@
 namespace tsmem {
 
 using nlohmann::json;
+
+std::unordered_set<std::string> value_names(const json& graph) {
+  std::unordered_set<std::string> names;
+  for (const std::string& name : names_in(graph.at("inputs"))) names.insert(name);
+  for (const json& node : graph.at("nodes"))
+    for (const std::string& name : names_in(node.at("outputs"))) names.insert(name);
+  return names;
+}
+
+std::string unused_name(std::unordered_set<std::string>& taken, const std::string& wanted) {
+  std::string other = wanted;
+  for (int k = 1; !taken.insert(other).second; ++k) other = fmt::format("{}_{}", wanted, k);
+  return other;
+}
 
 const json* described(const json& graph, const std::string& name) {
   const json& values = graph.at("tensor_values");

@@ -7,6 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <set>
 #include <string>
+#include <unordered_set>
 
 namespace tsmem {
 
@@ -17,6 +18,12 @@ struct Casts {
   std::function<std::string(const std::string& wanted)> unused_name;
   std::map<std::pair<std::string, int64_t>, std::string> cached = {};  // of parameters, by name and dtype
 };
+
+// The names of the values of a graph.
+std::unordered_set<std::string> value_names(const nlohmann::json& graph);
+
+// `wanted`, or that with a number behind it, which is `taken` from now on.
+std::string unused_name(std::unordered_set<std::string>& taken, const std::string& wanted);
 
 // The description of a tensor; null for a number.
 const nlohmann::json* described(const nlohmann::json& graph, const std::string& name);

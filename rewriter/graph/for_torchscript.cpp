@@ -32,11 +32,9 @@ bool is_mutable(const json& node) {
 class Adapter {
  public:
   explicit Adapter(json& graph)
-      : graph_(graph), casts_{graph_, no_parameters_, [this](const std::string& name) { return unused(name); }} {
-    for (const std::string& name : names_in(graph.at("inputs"))) taken_.insert(name);
-    for (const json& node : graph.at("nodes"))
-      for (const std::string& name : names_in(node.at("outputs"))) taken_.insert(name);
-  }
+      : graph_(graph),
+        casts_{graph_, no_parameters_, [this](const std::string& name) { return unused_name(taken_, name); }},
+        taken_(value_names(graph)) {}
 
   void run() {
     json nodes = json::array();
@@ -123,7 +121,7 @@ class Adapter {
   }
 
   std::string add_detach(const std::string& name, const json& node) {
-    const std::string result = unused(name + "_detached");
+    const std::string result = unused_name(taken_, name + "_detached");
     graph_["tensor_values"][result] = graph_["tensor_values"][name];
     graph_["nodes"].push_back(
         {{"target", "torch.ops.aten.detach.default"},
@@ -133,12 +131,6 @@ class Adapter {
          {"is_hop_single_tensor_return", nullptr},
          {"name", result}});
     return result;
-  }
-
-  std::string unused(const std::string& name) {
-    std::string other = name;
-    for (int k = 1; !taken_.insert(other).second; ++k) other = fmt::format("{}_{}", name, k);
-    return other;
   }
 
   json& graph_;

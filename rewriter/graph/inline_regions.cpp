@@ -85,11 +85,8 @@ class Inliner {
       : graph_(graph_module.at("graph")),
         unknown_(casts_unknown),
         parameters_(parameters_of(graph_module)),
-        casts_{graph_, parameters_, [this](const std::string& name) { return unused(name); }} {
-    for (const std::string& name : names_in(graph_.at("inputs"))) taken_.insert(name);
-    for (const json& node : graph_.at("nodes"))
-      for (const std::string& name : names_in(node.at("outputs"))) taken_.insert(name);
-  }
+        casts_{graph_, parameters_, [this](const std::string& name) { return unused_name(taken_, name); }},
+        taken_(value_names(graph_)) {}
 
   void run() {
     json nodes = json::array();
@@ -185,7 +182,7 @@ class Inliner {
     for (const json& n : inner.at("nodes")) {
       for (const std::string& name : names_in(n.at("outputs"))) {
         const auto result = std::find(results.begin(), results.end(), name);
-        names[name] = result == results.end() ? unused(name) : outputs[result - results.begin()];
+        names[name] = result == results.end() ? unused_name(taken_, name) : outputs[result - results.begin()];
       }
       if (const std::string own = stack_of(n); !own.empty())
         stack = std::exchange(first, false) ? own : common_stack(stack, own);
@@ -243,12 +240,6 @@ class Inliner {
             {"outputs", json::array()},
             {"mode", mode},
             {"metadata", {{"nn_module_stack", stack}}}};
-  }
-
-  std::string unused(const std::string& name) {
-    std::string other = name;
-    for (int k = 1; !taken_.insert(other).second; ++k) other = fmt::format("{}_{}", name, k);
-    return other;
   }
 
   json& graph_;
