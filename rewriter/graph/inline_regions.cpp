@@ -1,7 +1,5 @@
 #include "rewriter/graph/inline_regions.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
