@@ -959,7 +959,7 @@ def test_assertions_that_an_import_leaves_out_are_said(tmp_path):
 
 
 def test_an_outer_autocast_around_a_region(tmp_path):
-    """What comes from outside has another dtype then than the program says."""
+    """What comes from outside has another dtype than the program says."""
 
     class Loss(nn.Module):
         def __init__(self):

@@ -33,22 +33,28 @@ const json* described(const json& graph, const std::string& name) {
 
 c10::ScalarType dtype_in(const json& description) { return dtype_of(description.at("dtype").get<int64_t>()); }
 
+void add_operator(json& graph, const std::string& op, const std::string& name, const std::string& result,
+                  const json& of, const json& more) {
+  json inputs = {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}}};
+  if (!more.is_null()) inputs.push_back(more);
+  const json node = {{"target", "torch.ops.aten." + op},
+                     {"inputs", inputs},
+                     {"outputs", {{{"as_tensor", {{"name", result}}}}}},
+                     {"metadata", of.value("metadata", json::object())},
+                     {"is_hop_single_tensor_return", nullptr},
+                     {"name", result}};
+  describe_results(graph, node);
+  graph["nodes"].push_back(node);
+}
+
 std::string cast_of(Casts& casts, const std::string& name, c10::ScalarType to, bool caches, const json& node) {
   const std::pair<std::string, int64_t> key(name, exported_dtype(to));
   const bool once = caches && casts.parameters.count(name) > 0;
   if (once)
     if (const auto known = casts.cached.find(key); known != casts.cached.end()) return known->second;
-  const std::string result = casts.unused_name(name + "_cast");
-  const json cast = {{"target", "torch.ops.aten.to.dtype"},
-                     {"inputs",
-                      {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}},
-                       {{"name", "dtype"}, {"arg", {{"as_scalar_type", exported_dtype(to)}}}, {"kind", 1}}}},
-                     {"outputs", {{{"as_tensor", {{"name", result}}}}}},
-                     {"metadata", node.value("metadata", json::object())},
-                     {"is_hop_single_tensor_return", nullptr},
-                     {"name", result}};
-  describe_results(casts.graph, cast);
-  casts.graph["nodes"].push_back(cast);
+  const std::string result = unused_name(casts.taken, name + "_cast");
+  add_operator(casts.graph, "to.dtype", name, result, node,
+               {{"name", "dtype"}, {"arg", {{"as_scalar_type", exported_dtype(to)}}}, {"kind", 1}});
   if (once) casts.cached[key] = result;
   return result;
 }

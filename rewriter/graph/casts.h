@@ -1,8 +1,7 @@
-// Casts written into a graph in the form of torch.export.
+// Casts, and other operators of one tensor, written into a graph in the form of torch.export.
 #pragma once
 #include <c10/core/ScalarType.h>
 
-#include <functional>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <set>
@@ -15,7 +14,7 @@ namespace tsmem {
 struct Casts {
   nlohmann::json& graph;  // whose "tensor_values" describe the operands, and are to describe the casts
   const std::set<std::string>& parameters;
-  std::function<std::string(const std::string& wanted)> unused_name;
+  std::unordered_set<std::string>& taken;                              // names of values
   std::map<std::pair<std::string, int64_t>, std::string> cached = {};  // of parameters, by name and dtype
 };
 
@@ -28,6 +27,11 @@ std::string unused_name(std::unordered_set<std::string>& taken, const std::strin
 // The description of a tensor; null for a number.
 const nlohmann::json* described(const nlohmann::json& graph, const std::string& name);
 c10::ScalarType dtype_in(const nlohmann::json& description);
+
+// Adds to the graph's nodes torch.ops.aten.`op` of the tensor `name` and the further inputs `more`, with the metadata
+// of the node `of` that it is for. Its result is called `result`.
+void add_operator(nlohmann::json& graph, const std::string& op, const std::string& name, const std::string& result,
+                  const nlohmann::json& of, const nlohmann::json& more = nullptr);
 
 // Adds a cast of the tensor `name` to the graph's nodes, with the metadata of the node that it is for, and gives its
 // name; of a parameter that was cast before, where `caches`, the name of that.

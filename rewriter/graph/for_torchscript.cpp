@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <unordered_map>
@@ -31,10 +30,7 @@ bool is_mutable(const json& node) {
 
 class Adapter {
  public:
-  explicit Adapter(json& graph)
-      : graph_(graph),
-        casts_{graph_, no_parameters_, [this](const std::string& name) { return unused_name(taken_, name); }},
-        taken_(value_names(graph)) {}
+  explicit Adapter(json& graph) : graph_(graph), taken_(value_names(graph)), casts_{graph_, no_parameters_, taken_} {}
 
   void run() {
     json nodes = json::array();
@@ -122,21 +118,14 @@ class Adapter {
 
   std::string add_detach(const std::string& name, const json& node) {
     const std::string result = unused_name(taken_, name + "_detached");
-    graph_["tensor_values"][result] = graph_["tensor_values"][name];
-    graph_["nodes"].push_back(
-        {{"target", "torch.ops.aten.detach.default"},
-         {"inputs", {{{"name", "self"}, {"arg", {{"as_tensor", {{"name", name}}}}}, {"kind", 1}}}},
-         {"outputs", {{{"as_tensor", {{"name", result}}}}}},
-         {"metadata", node.value("metadata", json::object())},
-         {"is_hop_single_tensor_return", nullptr},
-         {"name", result}});
+    add_operator(graph_, "detach.default", name, result, node);
     return result;
   }
 
   json& graph_;
   const std::set<std::string> no_parameters_;
-  Casts casts_;
   std::unordered_set<std::string> taken_;
+  Casts casts_;
   std::vector<Mode> modes_;
   std::unordered_map<std::string, int> uses_;  // that are to come
   std::unordered_map<std::string, std::string> renamed_;

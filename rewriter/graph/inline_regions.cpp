@@ -83,8 +83,8 @@ class Inliner {
       : graph_(graph_module.at("graph")),
         unknown_(casts_unknown),
         parameters_(parameters_of(graph_module)),
-        casts_{graph_, parameters_, [this](const std::string& name) { return unused_name(taken_, name); }},
-        taken_(value_names(graph_)) {}
+        taken_(value_names(graph_)),
+        casts_{graph_, parameters_, taken_} {}
 
   void run() {
     json nodes = json::array();
@@ -243,12 +243,12 @@ class Inliner {
   json& graph_;
   std::map<std::string, std::string>& unknown_;
   std::set<std::string> parameters_;
+  std::unordered_set<std::string> taken_;
   Casts casts_;
   Autocast autocast_;
   int in_autocast_ = 0;              // how many of its blocks, on or off, are around
   std::set<std::string> uncertain_;  // tensors
-  std::unordered_set<std::string> taken_;
-  Names outer_;  // the names by now of what the graph that is gone through calls otherwise
+  Names outer_;                      // the names by now of what the graph that is gone through calls otherwise
 };
 
 }  // namespace

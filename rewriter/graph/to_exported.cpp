@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "rewriter/graph/casts.h"
 #include "rewriter/graph/exported_graph.h"
 #include "rewriter/graph/exported_schema.h"
 #include "rewriter/graph/origin.h"
@@ -71,11 +72,7 @@ struct Writer {
   std::unordered_set<std::string> taken = {};
   json nodes = json::array();
 
-  void name(const Value* v, const std::string& wanted) {
-    std::string free = wanted;
-    for (int k = 1; !taken.insert(free).second; ++k) free = fmt::format("{}_{}", wanted, k);
-    names[v] = free;
-  }
+  void name(const Value* v, const std::string& wanted) { names[v] = unused_name(taken, wanted); }
 
   // A valid name of Python's.
   static std::string readable(const Value* v, const std::string& otherwise) {
@@ -240,14 +237,8 @@ struct Writer {
                  {"outputs", outputs},
                  {"metadata", metadata},
                  {"is_hop_single_tensor_return", nullptr}};
-    node["name"] = outputs.size() == 1 ? names_in(outputs).at(0) : fresh_name(base);
+    node["name"] = outputs.size() == 1 ? names_in(outputs).at(0) : unused_name(taken, base);
     nodes.push_back(std::move(node));
-  }
-
-  std::string fresh_name(const std::string& base) {
-    std::string free = base;
-    for (int k = 1; !taken.insert(free).second; ++k) free = fmt::format("{}_{}", base, k);
-    return free;
   }
 
   void write(const Node* n) {
