@@ -31,7 +31,7 @@ c10::ScalarType dtype_in(const nlohmann::json& description);
 // Adds to the graph's nodes torch.ops.aten.`op` of the tensor `name` and the further inputs `more`, with the metadata
 // of the node `of` that it is for. Its result is called `result`.
 void add_operator(nlohmann::json& graph, const std::string& op, const std::string& name, const std::string& result,
-                  const nlohmann::json& of, const nlohmann::json& more = nullptr);
+                  const nlohmann::json& of, const nlohmann::json& more);
 
 // Adds a cast of the tensor `name` to the graph's nodes, with the metadata of the node that it is for, and gives its
 // name; of a parameter that was cast before, where `caches`, the name of that.

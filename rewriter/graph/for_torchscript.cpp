@@ -118,7 +118,7 @@ class Adapter {
 
   std::string add_detach(const std::string& name, const json& node) {
     const std::string result = unused_name(taken_, name + "_detached");
-    add_operator(graph_, "detach.default", name, result, node);
+    add_operator(graph_, "detach.default", name, result, node, nullptr);
     return result;
   }
 
