@@ -28,8 +28,8 @@ std::string unused_name(std::unordered_set<std::string>& taken, const std::strin
 const nlohmann::json* described(const nlohmann::json& graph, const std::string& name);
 c10::ScalarType dtype_in(const nlohmann::json& description);
 
-// Adds to the graph's nodes torch.ops.aten.`op` of the tensor `name` and the further input `more`, if any, with the metadata
-// of the node `of` that it is for. Its result is called `result`.
+// Adds to the graph's nodes torch.ops.aten.`op` of the tensor `name` and the further input `more`, if any, with the
+// metadata of the node `of` that it is for. Its result is called `result`.
 void add_operator(nlohmann::json& graph, const std::string& op, const std::string& name, const std::string& result,
                   const nlohmann::json& of, const nlohmann::json& more);
 
