@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -19,11 +20,6 @@ struct NormOf {
   int64_t groups = 0;
   double eps = 0;
 };
-
-// The layout in which aten::group_norm calls its kernel: channels_last is the CPU's alone.
-at::MemoryFormat group_format(const Tensor& x) {
-  return x.is_cuda() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
-}
 
 std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                                               const NormOf& n) {

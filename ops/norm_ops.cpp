@@ -23,9 +23,22 @@ using BackwardOp =
                const Tensor& mean, const Tensor& invstd, const OptTensor& other, const OptTensor& mask, bool training,
                bool channels_last, const Act& act, std::array<bool, 4> want, bool overwrite_grad)>;
 
+using GroupForwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor>(
+    const Tensor& input, const OptTensor& weight, const OptTensor& bias, int64_t groups, double eps, const Act& act)>;
+using GroupApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                  const Tensor& mean, const Tensor& invstd, const Act& act, const OptTensor& out)>;
+using GroupBackwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor>(
+    const Tensor& grad, const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+    const Tensor& invstd, const Act& act, std::array<bool, 3> want, bool overwrite_grad)>;
+
 const ForwardOp& forward_op() {
   static const ForwardOp op("tsmem::_batch_norm_act_forward");
   return op;
+}
+
+// A gradient that may be written to, which PyTorch's fallbacks for lazy negation and zeros can't do for an argument.
+Tensor own_elements(const Tensor& grad) {
+  return grad._is_zerotensor() ? at::zeros(grad.sizes(), grad.options()) : grad.resolve_neg();
 }
 
 // Parameters have the input's dtype, or, with a 16-bit input, are all float32: what PyTorch takes. One number a channel
@@ -78,13 +91,35 @@ Tensor norm_apply(const Tensor& input, const OptTensor& weight, const OptTensor&
   return op(input, weight, bias, mean, invstd, other, act, spare);
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_norm_forward(const Tensor& input, const OptTensor& weight,
+                                                      const OptTensor& bias, int64_t groups, double eps,
+                                                      const Act& act) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const GroupForwardOp op("tsmem::_group_norm_act_forward");
+  return op(input, weight, bias, groups, eps, act);
+}
+
+Tensor group_norm_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                        const Tensor& invstd, const Act& act, const OptTensor& spare) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const GroupApplyOp op("tsmem::_group_norm_act_apply");
+  return op(input, weight, bias, mean, invstd, act, spare);
+}
+
+std::array<Tensor, 3> group_norm_backward(const Tensor& grad, const Tensor& input, const OptTensor& weight,
+                                          const OptTensor& bias, const Tensor& mean, const Tensor& invstd,
+                                          const Act& act, std::array<bool, 3> want, bool overwrite) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  static const GroupBackwardOp op("tsmem::_group_norm_act_backward");
+  auto [x, w, b] = op(own_elements(grad), input, weight, bias, mean, invstd, act, want, overwrite);
+  return {x, w, b};
+}
+
 std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
   at::AutoDispatchBelowADInplaceOrView guard;
   static const BackwardOp op("tsmem::_batch_norm_act_backward");
-  // It may be written to, which PyTorch's fallbacks for lazy negation and zeros can't do for an argument.
-  const Tensor grad = b.grad._is_zerotensor() ? at::zeros(b.grad.sizes(), b.grad.options()) : b.grad.resolve_neg();
-  auto [x, w, bias, pre] = op(grad, b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask, b.training,
-                              b.channels_last, act, want, b.overwrite_grad);
+  auto [x, w, bias, pre] = op(own_elements(b.grad), b.input, b.weight, b.bias, b.mean, b.invstd, b.other, b.mask,
+                              b.training, b.channels_last, act, want, b.overwrite_grad);
   return {x, w, bias, pre};
 }
 
@@ -107,6 +142,16 @@ void register_norm(torch::Library& m) {
       "Tensor? other, Tensor? mask, bool training, bool channels_last, int act, float act_a, float act_b, float act_c, "
       "bool[4] want, bool overwrite_grad) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_group_norm_act_forward(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, int act, float "
+      "act_a, float act_b, float act_c) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_group_norm_act_apply(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, int act, float "
+      "act_a, float act_b, float act_c, Tensor(a!)? out) -> Tensor");
+  m.def(
+      "_group_norm_act_backward(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "invstd, int act, float act_a, float act_b, float act_c, bool[3] want, bool overwrite_grad) -> (Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "_batch_norm_act_max_pool2d_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, bool training, float momentum, float eps, int act, float act_a, float act_b, float "

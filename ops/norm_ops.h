@@ -70,6 +70,28 @@ bool norm_usable(const at::Tensor& like, const c10::SymInt& channels, const Batc
 // at::batch_norm
 at::Tensor aten_norm(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled);
 
+// act(group_norm(input)), with the mean and inverse deviation of each image's groups ([N * groups], acc_type). input:
+// [N, C, *], at least one element, dtype f32/f64/bf16/f16; C is a multiple of groups. The output is dense, in
+// group_format(input).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_forward(const at::Tensor& input, const OptTensor& weight,
+                                                                  const OptTensor& bias, int64_t groups, double eps,
+                                                                  const Act& act);
+
+// The same from statistics that group_norm_forward() returned. `spare`: memory that may become the output.
+at::Tensor group_norm_apply(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                            const at::Tensor& mean, const at::Tensor& invstd, const Act& act, const OptTensor& spare);
+
+// Gradients of input, and of weight and bias (in acc_type), as asked for by `want`. overwrite: grad's memory may be
+// taken for the input's.
+std::array<at::Tensor, 3> group_norm_backward(const at::Tensor& grad, const at::Tensor& input, const OptTensor& weight,
+                                              const OptTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
+                                              const Act& act, std::array<bool, 3> want, bool overwrite);
+
+// The layout in which aten::group_norm calls its kernel: channels_last is the CPU's alone.
+inline at::MemoryFormat group_format(const at::Tensor& x) {
+  return x.is_cuda() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
+}
+
 // Counts the tensors that autograd sees among a Function's arguments, in order; -1 where there is none.
 struct Edges {
   int64_t next = 0;

@@ -32,6 +32,8 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_einsum(m);
   register_fourier(m);
   register_glu(m);
+  register_group_norm_act(m);
+  register_group_norm_cpu(m);
   register_grouped_mm(m);
   register_instance_norm_act(m);
   register_keep(m);

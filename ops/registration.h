@@ -26,6 +26,8 @@ void register_dropout(torch::Library& m);
 void register_einsum(torch::Library& m);
 void register_fourier(torch::Library& m);
 void register_glu(torch::Library& m);
+void register_group_norm_act(torch::Library& m);
+void register_group_norm_cpu(torch::Library& m);
 void register_grouped_mm(torch::Library& m);
 void register_instance_norm_act(torch::Library& m);
 void register_keep(torch::Library& m);

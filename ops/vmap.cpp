@@ -64,6 +64,7 @@ void register_vmap(torch::Library& m) {
                            "fft_rfftn",
                            "glu",
                            "group_norm",
+                           "group_norm_act",
                            "gru.data",
                            "gru.data_effect",
                            "gru.input",

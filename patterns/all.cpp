@@ -13,6 +13,7 @@ const std::vector<Pattern>& all_patterns() {
       bn_act_mul(),
       bn_act(),
       batch_norm(),
+      group_norm_act(),
       instance_norm(),
       act_mul(),
       activation(),

@@ -27,6 +27,7 @@ Pattern einsum();
 Pattern composed_activation();
 Pattern layer_norm();
 Pattern rms_norm();
+Pattern group_norm_act();
 Pattern instance_norm();
 Pattern cat();
 Pattern add();

@@ -62,20 +62,7 @@ void forward_as(Map& m, const BatchNormArgs& bn, Tensor& mean_out, Tensor& invst
       if (a.out) kernels.apply(m.writing(a), r);
     });
   } else {
-    std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
-    m.parallel(
-        [&](int64_t t, NormRange r) { kernels.stats(a, r, &part_mean[t * a.channels], &part_m2[t * a.channels]); });
-    double n = 0;
-    for (int64_t t = 0; t < m.tasks; ++t) {
-      const NormRange r = m.range(t);
-      const double k = static_cast<double>((r.o1 - r.o0) * a.inner), share = k / (n + k);
-      for (int64_t c = 0; c < a.channels; ++c) {
-        const double delta = part_mean[t * a.channels + c] - means[c];
-        means[c] += delta * share;
-        m2s[c] += part_m2[t * a.channels + c] + delta * delta * n * share;
-      }
-      n += k;
-    }
+    stats_of_all(m, means, m2s);
     finish(0, a.channels);
     coefficients.repeat(m);
     if (a.out) m.parallel([&](int64_t, NormRange r) { kernels.apply(m.writing(a), r); });
@@ -98,23 +85,7 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
   const bool sums = through_stats || want[1] || want[2] || want[3];
   if (through_stats) a.tilt = tilt.values.data(), a.level = level.values.data();
 
-  // A smooth activation's derivative is expensive: where no precision is lost, the first pass leaves the gradient
-  // before the activation in memory that the second one has to write anyway. So it does where the first pass overwrites
-  // the gradient.
-  NormArgs second = a;
-  bool from_first = a.grad_other && a.grad_other == a.grad;
-  if (sums && want[0] && !one_bit(a.act.kind) && a.act.kind != ActKind::identity &&
-      sizeof(A) == b.grad.element_size()) {
-    if (!a.grad_other) a.grad_other = a.out;
-    from_first = true;
-  }
-  if (from_first) {
-    second.grad = a.grad_other;
-    second.grad_other = nullptr;
-    second.other = nullptr;
-    second.from_mask = false;
-    second.act = {};
-  }
+  const NormArgs second = second_pass(a, sums, sizeof(A) == b.grad.element_size());
 
   const double share = 1 / static_cast<double>(a.outer * a.inner);
   A *weight_grad = want[1] ? grad_weight.mutable_data_ptr<A>() : nullptr,
@@ -138,17 +109,60 @@ void backward(Map& m, const NormBackward& b, std::array<bool, 4> want, Tensor& g
     });
     return;
   }
-  std::vector<double> sum(m.tasks * a.channels), dot(m.tasks * a.channels);
-  m.parallel([&](int64_t t, NormRange r) { kernels.reduce(a, r, &sum[t * a.channels], &dot[t * a.channels]); });
-  for (int64_t c = 0; c < a.channels; ++c) {
-    for (int64_t t = 1; t < m.tasks; ++t) sum[c] += sum[t * a.channels + c], dot[c] += dot[t * a.channels + c];
-    finish(c, sum[c], dot[c]);
-  }
+  std::vector<double> sum(a.channels), dot(a.channels);
+  sums_of_all(m, a, sum, dot);
+  for (int64_t c = 0; c < a.channels; ++c) finish(c, sum[c], dot[c]);
   tilt.repeat(m), level.repeat(m);
   if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(m.writing(second), r); });
 }
 
 }  // namespace
+
+void stats_of_all(const Map& m, std::vector<double>& mean, std::vector<double>& m2) {
+  const NormArgs& a = m.args;
+  std::vector<double> part_mean(m.tasks * a.channels), part_m2(m.tasks * a.channels);
+  m.parallel([&](int64_t t, NormRange r) {
+    norm_kernels().stats(a, r, &part_mean[t * a.channels], &part_m2[t * a.channels]);
+  });
+  double n = 0;
+  for (int64_t t = 0; t < m.tasks; ++t) {
+    const NormRange r = m.range(t);
+    const double k = static_cast<double>((r.o1 - r.o0) * a.inner), share = k / (n + k);
+    for (int64_t c = 0; c < a.channels; ++c) {
+      const double delta = part_mean[t * a.channels + c] - mean[c];
+      mean[c] += delta * share;
+      m2[c] += part_m2[t * a.channels + c] + delta * delta * n * share;
+    }
+    n += k;
+  }
+}
+
+void sums_of_all(const Map& m, const NormArgs& a, std::vector<double>& sum, std::vector<double>& dot) {
+  std::vector<double> part_sum(m.tasks * a.channels), part_dot(m.tasks * a.channels);
+  m.parallel([&](int64_t t, NormRange r) {
+    norm_kernels().reduce(a, r, &part_sum[t * a.channels], &part_dot[t * a.channels]);
+  });
+  for (int64_t t = 0; t < m.tasks; ++t)
+    for (int64_t c = 0; c < a.channels; ++c)
+      sum[c] += part_sum[t * a.channels + c], dot[c] += part_dot[t * a.channels + c];
+}
+
+NormArgs second_pass(NormArgs& first, bool reduces, bool exact) {
+  bool from_first = first.grad_other && first.grad_other == first.grad;
+  if (reduces && first.out && !one_bit(first.act.kind) && first.act.kind != ActKind::identity && exact) {
+    if (!first.grad_other) first.grad_other = first.out;
+    from_first = true;
+  }
+  NormArgs second = first;
+  if (from_first) {
+    second.grad = first.grad_other;
+    second.grad_other = nullptr;
+    second.other = nullptr;
+    second.from_mask = false;
+    second.act = {};
+  }
+  return second;
+}
 
 void forward(Map& m, const BatchNormArgs& bn, Tensor& mean, Tensor& invstd) {
   with_acc(mean.scalar_type(), [&](auto zero) { forward_as<decltype(zero)>(m, bn, mean, invstd); });

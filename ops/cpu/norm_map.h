@@ -149,4 +149,15 @@ void with_acc(at::ScalarType t, F f) {
 // act(pre + other). In norm.cpp.
 void forward(Map& m, const BatchNormArgs& bn, Tensor& mean, Tensor& invstd);
 
+// Of a map whose tasks are not groups of channels: what stats() and reduce() find of each channel, over all tasks. The
+// results are of so many channels, and zeros. In norm.cpp.
+void stats_of_all(const Map& m, std::vector<double>& mean, std::vector<double>& m2);
+void sums_of_all(const Map& m, const NormArgs& a, std::vector<double>& sum, std::vector<double>& dot);
+
+// The arguments of the pass that writes the input's gradient, after reduce() by `first`, or without it. A smooth
+// activation's derivative is expensive: where no precision is lost, the first pass leaves the gradient before the
+// activation in memory that the second one has to write anyway (and first.grad_other is set). So it does where the
+// first pass overwrites the gradient. exact: elements have the coefficients' precision. In norm.cpp.
+NormArgs second_pass(NormArgs& first, bool reduces, bool exact);
+
 }  // namespace tsmem::cpu

@@ -325,6 +325,114 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   return {grads[0], grads[1], grads[2], grads[3]};
 }
 
+// --- Group norm: statistics of groups, each as one channel of one image; all else of that image's N x C channels
+
+// x, contiguous, as one image of so many channels.
+NormArgs one_image(const Tensor& x, int64_t channels, const Act& act) {
+  NormArgs a = view(x.view({1, channels, x.numel() / channels}), false, act);
+  a.x = read(x);
+  return a;
+}
+
+// A number for each of the N x C channels, from each group's.
+Tensor of_group_channels(const Tensor& of_groups, int64_t each) {
+  return of_groups.view({-1, 1}).expand({-1, each}).reshape({-1});
+}
+
+// ... and from each channel's.
+OptTensor of_image_channels(const OptTensor& of_channels, int64_t images) {
+  return of_channels && of_channels->defined() ? OptTensor(of_channels->repeat({images})) : OptTensor();
+}
+
+// What the kernels read of each of the N x C channels.
+struct GroupCoefficients {
+  Tensor mean, invstd;
+  OptTensor weight, bias;
+  GroupCoefficients(const Tensor& x, const OptTensor& of_weight, const OptTensor& of_bias, const Tensor& of_mean,
+                    const Tensor& of_invstd)
+      : mean(of_group_channels(of_mean, x.size(0) * x.size(1) / of_mean.numel())),
+        invstd(of_group_channels(of_invstd, x.size(0) * x.size(1) / of_mean.numel())),
+        weight(of_image_channels(of_weight, x.size(0))),
+        bias(of_image_channels(of_bias, x.size(0))) {}
+  void use(NormArgs& a) const { set_coefficients(a, mean, invstd, weight, bias); }
+};
+
+Tensor group_apply(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                   const Tensor& invstd, const Act& act, const OptTensor& out_memory) {
+  const OnDevice on(input);
+  const Tensor x = input.contiguous();
+  const bool reuse = out_memory && out_memory->is_contiguous();
+  Tensor out = reuse ? *out_memory : at::empty_like(x);
+  NormArgs a = one_image(x, x.size(0) * x.size(1), act);
+  a.aligned = aligned({x, out});
+  a.out = write(out);
+  const GroupCoefficients coefficients(x, weight, bias, mean, invstd);
+  coefficients.use(a);
+  norm_apply(a, on.stream);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_forward(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                                 int64_t groups, double eps, const Act& act) {
+  const OnDevice on(input);
+  const Tensor x = input.contiguous();
+  const auto options = x.options().dtype(acc_type(x.scalar_type()));
+  const int64_t of_all = x.size(0) * groups;
+  const Tensor mean = at::empty({of_all}, options), invstd = at::empty({of_all}, options);
+  NormArgs whole = one_image(x, of_all, {});
+  whole.aligned = aligned({x});
+  statistics_of(whole, x, {{}, {}, {}, {}, true, 0, eps}, mean, invstd, on.stream);
+  return {group_apply(x, weight, bias, mean, invstd, act, {}), mean, invstd};
+}
+
+// The formula is in cpu/group_norm.cpp.
+std::tuple<Tensor, Tensor, Tensor> group_backward(const Tensor& grad_output, const Tensor& input,
+                                                  const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                                                  const Tensor& invstd, const Act& act, std::array<bool, 3> want,
+                                                  bool overwrite) {
+  const OnDevice on(grad_output);
+  const Tensor x = input.contiguous(), g = grad_output.contiguous();
+  const int64_t images = x.size(0), channels = x.size(1), of_all = mean.numel(), each = images * channels / of_all;
+  NormArgs first = one_image(x, images * channels, act);
+  Tensor out;
+  if (want[0]) out = overwrite && g.is_same(grad_output) ? g : at::empty_like(x);
+  first.aligned = aligned({g, x, out});
+  first.grad = read(g);
+  first.out = write(out);
+  const GroupCoefficients coefficients(x, weight, bias, mean, invstd);
+  coefficients.use(first);
+  const bool exact = g.scalar_type() == acc_type(g.scalar_type()),
+             smooth = !one_bit(act.kind) && act.kind != ActKind::identity;
+  NormArgs second = first;
+  if (want[0] && smooth && exact) {  // as in backward()
+    first.grad_other = first.out;
+    second.grad = first.out;
+    second.act = {};
+  }
+  const Split parts = split(first, 1);
+  const Tensor partial = workspace(g, 2 * first.channels * parts.parts());
+  const Sums sums(first, parts, partial, 1, /*want_weight=*/true, /*want_bias=*/true, /*through=*/false,
+                  mean.options());
+  norm_reduce(first, parts, partial.mutable_data_ptr<double>(), on.stream);
+  norm_finish_sums(sums.args, on.stream);
+  if (want[0]) {
+    const auto weighted = [&](const Tensor& of_channels) {
+      const Tensor sum = coefficients.weight ? of_channels * *coefficients.weight : of_channels;
+      return sum.view({of_all, each}).sum(1);
+    };
+    const double n = static_cast<double>(x.numel()) / static_cast<double>(of_all);
+    const Tensor tilt = of_group_channels(weighted(sums.weight) * invstd * invstd / n, each),
+                 level = of_group_channels(weighted(sums.bias) * invstd / n, each);
+    second.tilt = read(tilt);
+    second.level = read(level);
+    norm_grad(second, on.stream);
+  }
+  const auto over_images = [&](bool wanted, const Tensor& of_all_channels) {
+    return wanted ? of_all_channels.view({images, channels}).sum(0) : Tensor();
+  };
+  return {out, over_images(want[1], sums.weight), over_images(want[2], sums.bias)};
+}
+
 // --- With max pooling
 
 PoolArgs pool_args(const NormArgs& norm, const Tensor& x, bool channels_last, IntArrayRef out_size, IntArrayRef kernel,
@@ -481,6 +589,9 @@ void implement_norm(torch::Library& m) {
   m.impl("_batch_norm_act_backward", TORCH_FN((FromSchema<&backward>::call)));
   m.impl("_batch_norm_act_max_pool2d_forward", TORCH_FN((FromSchema<&pool_forward_op>::call)));
   m.impl("_batch_norm_act_max_pool2d_backward", TORCH_FN((FromSchema<&pool_backward_op>::call)));
+  m.impl("_group_norm_act_forward", TORCH_FN((FromSchema<&group_forward>::call)));
+  m.impl("_group_norm_act_apply", TORCH_FN((FromSchema<&group_apply>::call)));
+  m.impl("_group_norm_act_backward", TORCH_FN((FromSchema<&group_backward>::call)));
   m.impl("_scale_grad", TORCH_FN((FromSchema<&scale_grad>::call)));
 }
 

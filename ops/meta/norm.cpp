@@ -41,6 +41,27 @@ Tensor apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const
   return at::empty_symint(input.sym_sizes(), input.options(), feature_format(input.dim(), is_channels_last(input)));
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
+                                                      int64_t groups, double, const Act&) {
+  const auto options = input.options().dtype(acc_type(input.scalar_type()));
+  const auto statistics = input.sym_size(0) * groups;
+  return {at::empty_symint(input.sym_sizes(), input.options(), group_format(input)),
+          at::empty_symint({statistics}, options), at::empty_symint({statistics}, options)};
+}
+
+Tensor group_apply_meta(const Tensor& input, const OptTensor&, const OptTensor&, const Tensor&, const Tensor&,
+                        const Act&, const OptTensor&) {
+  return at::empty_symint(input.sym_sizes(), input.options(), group_format(input));
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_backward_meta(const Tensor& grad, const Tensor& input, const OptTensor&,
+                                                       const OptTensor&, const Tensor& mean, const Tensor&, const Act&,
+                                                       std::array<bool, 3> want, bool) {
+  auto vector = [&](bool wanted) { return wanted ? at::empty_symint({input.sym_size(1)}, mean.options()) : Tensor(); };
+  return {want[0] ? at::empty_symint(grad.sym_sizes(), grad.options(), group_format(input)) : Tensor(), vector(want[1]),
+          vector(want[2])};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> pool_forward_meta(const Tensor& input, const OptTensor&, const OptTensor&,
                                                              const OptTensor&, const OptTensor&, bool, double, double,
                                                              const Act&, at::IntArrayRef kernel, at::IntArrayRef,
@@ -92,6 +113,9 @@ void register_norm_meta(torch::Library& m) {
          TORCH_FN((FromSchema<&pool_forward_meta>::call)));
   m.impl("_batch_norm_act_max_pool2d_backward", c10::DispatchKey::Meta,
          TORCH_FN((FromSchema<&pool_backward_meta>::call)));
+  m.impl("_group_norm_act_forward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&group_forward_meta>::call)));
+  m.impl("_group_norm_act_apply", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&group_apply_meta>::call)));
+  m.impl("_group_norm_act_backward", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&group_backward_meta>::call)));
   m.impl("_scale_grad", c10::DispatchKey::Meta, TORCH_FN((FromSchema<&scale_grad_meta>::call)));
 }
 

@@ -280,6 +280,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
       {"tsmem::fft_rfft2", ""},
       {"tsmem::fft_rfftn", ""},
       {"tsmem::group_norm", "input"},
+      {"tsmem::group_norm_act", "input"},
       {"tsmem::gru", "input data result internals"},
       {"tsmem::instance_norm_act", "input"},
       {"tsmem::keep", ""},

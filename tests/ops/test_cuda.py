@@ -241,6 +241,8 @@ def test_layer_and_group_norm():
         for last in (False, True):
             x, w, b = draw((6, 8, 4, 16), dtype, last), draw((8,), dtype), draw((8,), dtype)
             as_good(lambda x, w, b: torch.ops.tsmem.group_norm(x, 4, w, b), lambda x, w, b: F.group_norm(x, 4, w, b), [x, w, b])
+            for name, act in (("relu", F.relu), ("silu", F.silu)):
+                as_good(lambda x, w, b: torch.ops.tsmem.group_norm_act(x, 4, w, b, 1e-5, True, name, []), lambda x, w, b: act(F.group_norm(x, 4, w, b)), [x, w, b])  # noqa: B023
 
 
 def test_conv():

@@ -179,6 +179,24 @@ def test_nan_stays_in_its_channel(emulated, raw):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["relu", "silu", "identity"])
+def test_group_norm(emulated, raw, dtype, name):
+    act = act_arguments(name)
+    for shape, groups, affine in (((3, 6, 7, 3), 3, True), ((2, 16, 40, 30), 4, True), ((2, 4, 200), 1, False), ((5, 8), 4, True), ((2, 6, 1, 1), 2, False)):
+        x, grad = draw(shape, dtype), draw(shape, dtype, seed=1)
+        weight, bias = parameters(shape[1], dtype) if affine else (None, None)
+        ours, theirs = ([*o._group_norm_act_forward(x, weight, bias, groups, 1e-5, *act)] for o in (emulated, raw))
+        for a, b in zip(ours, theirs):
+            close(a, b, dtype, slack=8)
+        close(emulated._group_norm_act_apply(x, weight, bias, *theirs[1:], *act, None), theirs[0], dtype, slack=8)
+        for want, overwrite in itertools.product(((True, True, True), (True, False, False), (False, True, False)), (False, True)):
+            found = [o._group_norm_act_backward(grad.clone(), x, weight, bias, *theirs[1:], *act, want, overwrite) for o in (emulated, raw)]
+            for i, (a, b) in enumerate(zip(*found)):
+                if want[i]:
+                    close(a, b, dtype, slack=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_scale_gradients(emulated, raw, dtype):
     act = act_arguments("silu")
     for shape, last in (((3, 5, 7, 3), False), ((3, 16, 4, 3), True), ((2, 5, 4, 3), True), ((2, 3, 1, 1), False), ((2, 4, 200), False)):

@@ -10,7 +10,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 def test_lesser_instruction_sets():
     """Side by side: they are the longest of all tests, and the last to end."""
-    files = [str(HERE / f"test_{name}.py") for name in ("norm", "instance_norm", "pool", "act", "rnn")]
+    files = [str(HERE / f"test_{name}.py") for name in ("norm", "group_norm", "instance_norm", "pool", "act", "rnn")]
     # Not what runs every set itself, what is the same kernels with more draws, in float64 alone, beside a convolution, once more in backward, or on the same large maps in the other dtype.
     twice = "not (test_instruction_sets_agree or test_float32_is_no_further or gradcheck or test_conv_batch_norm_act or test_recomputed_as_exact or test_large_maps and f32)"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", twice, *files]

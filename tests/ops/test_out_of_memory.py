@@ -230,6 +230,7 @@ OPS = {
     ),
     "layer_norm": ([(2, 64, 32), (32,), (32,)], lambda x, w, b: ops.layer_norm(x, [32], w, b, 1e-5, True, 1)),
     "group_norm": (NORM, lambda x, w, b: ops.group_norm(x, 4, w, b, 1e-5, True, 1)),
+    "group_norm_act": (NORM, lambda x, w, b: ops.group_norm_act(x, 4, w, b, 1e-5, True, "silu", [], 1)),
     "conv1d": ([(2, 8, 200), (8, 8, 3), (8,)], lambda x, w, b: ops.conv1d(x, w, b, [1], [1], [1], 1, 1)),
     "conv2d": ([MAP, (8, 4, 3, 3), (8,)], lambda x, w, b: ops.conv2d(x, w, b, [1, 1], [1, 1], [1, 1], 2, 1)),
     "conv2d-same": ([MAP, (8, 8, 2, 3), (8,)], lambda x, w, b: ops.conv2d(x, w, b, [1, 1], "same", [1, 1], 1, 1)),

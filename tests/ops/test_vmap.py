@@ -19,6 +19,7 @@ def test_every_op_has_a_batching_rule(ops):
 BN = (None, None, None, None, True, 0.1, 1e-5, True)
 CASES = {
     "batch_norm_act": (lambda o, x: o.batch_norm_act(x, *BN, "relu", []), lambda x: torch.batch_norm(x, *BN).relu()),
+    "group_norm_act": (lambda o, x: o.group_norm_act(x, 3, None, None, 1e-5, True, "relu", []), lambda x: nn.functional.group_norm(x, 3).relu()),
     "instance_norm_act": (lambda o, x: o.instance_norm_act(x, *BN, "relu", []), lambda x: torch.instance_norm(x, *BN).relu()),
     "cat": (lambda o, x: o.cat([x, x], 1, 1), lambda x: torch.cat([x, x], 1)),
     "conv_batch_norm_act": (
