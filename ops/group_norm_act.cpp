@@ -1,7 +1,9 @@
 // act(group_norm(input)): keeps the input (or what it's made from) and two statistics a group of each image; the norm's
-// own result is never there as a whole, neither in forward nor in backward.
+// own result is never there as a whole, neither in forward nor in backward. Under create_graph backward is PyTorch's
+// own of the two operators, which has second derivatives; where the input was recomputed they are refused.
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "norm_ops.h"
 #include "recompute.h"
@@ -13,6 +15,23 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// The gradients by PyTorch's operators, which can be differentiated again: of input, weight and bias.
+variable_list differentiable_gradients(const std::array<Tensor, 3>& operands, int64_t groups, double eps,
+                                       const Act& act, const std::array<bool, 3>& want, const Tensor& grad) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto& [input, weight, bias] = operands;
+  variable_list wanted;
+  for (size_t i = 0; i < want.size(); ++i)
+    if (want[i]) wanted.push_back(operands[i]);
+  const Tensor out = aten_act(at::group_norm(input, groups, optional(weight), optional(bias), eps), act);
+  const variable_list found =
+      torch::autograd::grad({out}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
+  variable_list all(3);
+  for (size_t i = 0, next = 0; i < want.size(); ++i)
+    if (want[i]) all[i] = found[next++];
+  return all;
+}
 
 struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
   // `used` gets the statistics.
@@ -29,6 +48,8 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
     keeper.save(ctx);
     *used = {mean, invstd};
     Edges edges;
+    ctx->saved_data["groups"] = groups;
+    ctx->saved_data["eps"] = eps;
     ctx->saved_data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
     ctx->saved_data["weight_dtype"] = dtype_of(weight);
     ctx->saved_data["bias_dtype"] = dtype_of(bias);
@@ -42,6 +63,12 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
     if (!grad.defined()) return result;
     const auto want = wanted<3>(ctx);
     const SavedTensors kept(ctx);
+    if (at::GradMode::is_enabled() && !kept.any_made()) {
+      const variable_list g = differentiable_gradients({kept[0], kept[1], kept[2]}, ctx->saved_data["groups"].toInt(),
+                                                       ctx->saved_data["eps"].toDouble(), saved_act(ctx), want, grad);
+      std::copy(g.begin(), g.end(), result.begin());
+      return result;
+    }
     auto g = group_norm_backward(grad, kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], saved_act(ctx),
                                  want, only_ours(grad));
     g[1] = in_dtype(g[1], ctx->saved_data["weight_dtype"]);

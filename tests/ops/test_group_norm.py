@@ -105,13 +105,18 @@ def test_unusual_inputs():
 
 
 def test_gradcheck():
+    """Second derivatives too, but not through an input that was recomputed."""
     for layout in (CONTIGUOUS, LAST):
         x = torch.randn(2, 4, 4, 3, dtype=torch.float64).contiguous(memory_format=layout).requires_grad_()
         w, b = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        assert torch.autograd.gradcheck(lambda x, w, b: ops.group_norm_act(x, 2, w, b, 1e-5, True, "silu", []), (x, w, b))
-        (g,) = torch.autograd.grad(ops.group_norm_act(x, 2, w, b, 1e-5, True, "silu", []).sum(), x, create_graph=True)
-        with pytest.raises(NotImplementedError, match="tsmem::group_norm_act: second derivatives"):
-            g.sum().backward()
+        for inputs in ((x, w, b), (x, None, None), (x.detach(), w, b), (x, w.detach(), b)):
+            f = lambda x, w, b: ops.group_norm_act(x, 2, w, b, 1e-5, True, "silu", [])  # noqa: E731
+            assert torch.autograd.gradcheck(f, inputs)
+            assert torch.autograd.gradgradcheck(f, inputs)
+    big = torch.randn(2, 8, 32, 32, requires_grad=True)
+    (g,) = torch.autograd.grad(ops.group_norm_act(ops.add(big, big, 1, 1), 2, None, None, 1e-5, True, "silu", []).sum(), big, create_graph=True)
+    with pytest.raises(NotImplementedError, match="tsmem::group_norm_act: second derivatives"):
+        g.sum().backward()
 
 
 @pytest.mark.parametrize("act", ("relu", "silu"))
