@@ -20,11 +20,14 @@ using torch::autograd::variable_list;
 variable_list differentiable_gradients(const std::array<Tensor, 3>& operands, int64_t groups, double eps,
                                        const Act& act, const std::array<bool, 3>& want, const Tensor& grad) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto& [input, weight, bias] = operands;
+  // Views cut the operands off from one another, where one is made from another, and from their hooks.
+  std::array<Tensor, 3> cut;
   variable_list wanted;
-  for (size_t i = 0; i < want.size(); ++i)
-    if (want[i]) wanted.push_back(operands[i]);
-  const Tensor out = aten_act(at::group_norm(input, groups, optional(weight), optional(bias), eps), act);
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (operands[i].defined()) cut[i] = operands[i].view_as(operands[i]);
+    if (want[i]) wanted.push_back(cut[i]);
+  }
+  const Tensor out = aten_act(at::group_norm(cut[0], groups, optional(cut[1]), optional(cut[2]), eps), act);
   const variable_list found =
       torch::autograd::grad({out}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
   variable_list all(3);
@@ -80,6 +83,9 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
   }
 };
 
+// Planes of fewer elements take longer by our kernels, whose coefficients are numbers a plane, than by two operators.
+constexpr int64_t kLeastPlane = 32;
+
 // input: [N, C, *], weight, bias: [C].
 Tensor group_norm_act(const Tensor& input, int64_t groups, const OptTensor& weight_, const OptTensor& bias_, double eps,
                       bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
@@ -88,9 +94,18 @@ Tensor group_norm_act(const Tensor& input, int64_t groups, const OptTensor& weig
   const Tensor x = as_scripted(input);
   const auto of = [](const OptTensor& t) { return t && t->defined() ? OptTensor(as_scripted(*t)) : OptTensor(); };
   const OptTensor weight = of(weight_), bias = of(bias_);
-  const bool ours = plain(x) && x.dim() >= 2 && groups > 0 && x.numel() > 0 && x.size(1) % groups == 0 &&
-                    norm_usable(x, {weight, bias, {}, {}, true, 0, eps}, {}, act);
-  if (!ours) return aten_act(at::group_norm(x, groups, weight, bias, eps, cudnn_enabled), act);
+  const auto by_pytorch = [&] { return aten_act(at::group_norm(x, groups, weight, bias, eps, cudnn_enabled), act); };
+  if (!plain(x) || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || x.dim() < 2 || groups <= 0 ||
+      x.numel() == 0 || x.size(1) % groups != 0)
+    return by_pytorch();
+  // A bias by itself has the input's dtype in PyTorch's; eps 0 gives infinities there, where there is no variance.
+  if (!norm_usable(x, {weight, bias, {}, {}, true, 0, eps}, {}, act) || !(eps > 0) ||
+      (bias && !weight && bias->scalar_type() != x.scalar_type()))
+    return by_pytorch();
+  if (x.numel() / (x.size(0) * x.size(1)) < kLeastPlane) {
+    const Tensor normed = group_norm(x, groups, weight, bias, eps, cudnn_enabled, recompute);
+    return act.kind == ActKind::identity ? normed : tsmem::act(normed, name, args, recompute.argument(), false);
+  }
   if (!needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)))
     return std::get<0>(group_norm_forward(x, weight, bias, groups, eps, act));
   std::array<Tensor, 2> used;

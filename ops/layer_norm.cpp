@@ -119,8 +119,10 @@ Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTenso
   return run(x, w, b, {shape.vec(), 0, eps}, recompute);
 }
 
-Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
-                      bool cudnn_enabled, int64_t recompute) {
+}  // namespace
+
+Tensor group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
+                  bool cudnn_enabled, RecomputeArgument recompute) {
   const Tensor x = tsmem::as_scripted(input);
   const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
@@ -129,6 +131,13 @@ Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weig
   // native_group_norm reads its parameters as dense ones, which aten::group_norm makes them.
   const auto dense = [](const OptTensor& t) { return t ? OptTensor(t->contiguous()) : t; };
   return run(x, dense(w), dense(b), {{}, groups, eps}, recompute);
+}
+
+namespace {
+
+Tensor run_group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
+                      bool cudnn_enabled, int64_t recompute) {
+  return group_norm(input, groups, weight, bias, eps, cudnn_enabled, recompute);
 }
 
 // CUDA's autocast runs both in float32, the CPU's leaves them alone, other than TorchScript's (as_scripted).

@@ -121,6 +121,10 @@ std::optional<at::Tensor> sum_of_product(const at::Tensor& grad, const at::Tenso
 at::Tensor batch_norm_act(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
                           const char* name, RecomputeArgument recompute);
 
+// The operator tsmem::group_norm. In layer_norm.cpp.
+at::Tensor group_norm(const at::Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias,
+                      double eps, bool cudnn_enabled, RecomputeArgument recompute);
+
 inline bool wants_grad(const OptTensor& t) { return t && t->defined() && t->requires_grad(); }
 
 }  // namespace tsmem

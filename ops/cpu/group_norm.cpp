@@ -1,8 +1,11 @@
 // The raw ops of group_norm + activation on the CPU, by the kernels of cpu/norm.h.
 //
-// A contiguous map is one of N x C channels, each of which lies in one row: both passes of a group run in one go. A
-// channels_last one is N maps of rows: statistics of channels are put together to those of groups.
+// A contiguous map is one of N x C channels, each of which lies in one row: whole groups that fit in a cache are a map
+// for the kernels, whose passes run in one go. A channels_last one is N maps of rows: statistics of channels are put
+// together to those of groups.
 #include <cmath>
+#include <map>
+#include <mutex>
 
 #include "act_table.h"
 #include "cpu/norm.h"
@@ -14,11 +17,12 @@ namespace tsmem {
 namespace cpu {
 namespace {
 
-// A dense map in its layout, its groups, and the number of `each` group's channels.
+// A dense map in its layout, and its groups.
 struct Grouped {
   Tensor x;
-  bool rows = false;  // channels_last, or one pixel
-  int64_t images, channels, groups, each;
+  bool rows = false;                       // channels_last, or one pixel
+  int64_t images, channels, groups, each;  // each: a group's channels
+  int64_t of_map;                          // groups that the kernels see at once
 
   Grouped(const Tensor& input, int64_t groups)
       : x(input.contiguous(group_format(input))),
@@ -27,34 +31,30 @@ struct Grouped {
         groups(groups),
         each(channels / groups) {
     rows = x.suggest_memory_format() != at::MemoryFormat::Contiguous || x.numel() == images * channels;
+    const int64_t group_bytes = std::max<int64_t>(1, x.numel() / (images * groups) * x.element_size());
+    of_map = rows ? groups : std::clamp<int64_t>(kGroupBytes / group_bytes, 1, images * groups);
   }
-  int64_t image_bytes() const { return x.numel() / images * x.element_size(); }
+
   double count() const { return static_cast<double>(x.numel()) / static_cast<double>(images * groups); }
 
-  // The map that the kernels see: of all images (contiguous), or of one, whose elements are still to be set. Its tasks
-  // are whole groups, or parts of all of a row's channels.
-  Map map(const Act& act) const {
-    if (rows) return Map(x.narrow(0, 0, 1), /*channels_last=*/true, act);
-    Map m(x.view({1, images * channels, x.numel() / (images * channels)}), false, act);
-    m.group = (m.group + each - 1) / each * each;
-    m.tasks = (m.args.channels + m.group - 1) / m.group;
-    return m;
-  }
-
-  // f(map, its first group) for each of the maps; f sees a map's own arguments.
-  template <class F>
-  void for_each_map(const Act& act, F f) const {
-    if (!rows) {
-      Map m = map(act);
-      f(m, 0);
-      return;
-    }
-    // The threads share the images or, where there are fewer of these, one image's rows.
-    at::parallel_for(0, images, images >= at::get_num_threads() ? 1 : images, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        Map m = map(act);
-        f(m, n * groups);
+  // f(map, its first group, its groups) for each of the maps, whose elements are still to be set; each thread calls
+  // start() before its first one and end(its first group, what start() returned) after its last.
+  template <class Start, class F, class End>
+  void for_each_map(const Act& act, Start start, F f, End end) const {
+    const int64_t all = images * groups, maps = (all + of_map - 1) / of_map;
+    // Where there are fewer images than threads these share one image's rows.
+    const int64_t grain = (rows && images < at::get_num_threads()) || x.numel() < kSerial ? maps : 1;
+    at::parallel_for(0, maps, grain, [&](int64_t from, int64_t to) {
+      auto state = start();
+      for (int64_t i = from; i < to; ++i) {
+        const int64_t first = i * of_map, count = std::min(of_map, all - first);
+        Map m = rows ? Map(x.narrow(0, 0, 1), /*channels_last=*/true, act)
+                     : Map(x.view({1, images * channels, x.numel() / (images * channels)}).narrow(1, 0, count * each),
+                           false, act);
+        if (!rows) m.group = m.args.channels, m.tasks = 1;
+        f(m, first, count, state);
       }
+      end(from, std::move(state));
     });
   }
 
@@ -62,79 +62,74 @@ struct Grouped {
   template <class T>
   T* at_map(T* data, int64_t group) const {
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-    return data ? static_cast<T*>(static_cast<Byte*>(data) + group / groups * image_bytes()) : nullptr;
+    const int64_t bytes = x.numel() / (images * groups) * x.element_size();
+    return data ? static_cast<T*>(static_cast<Byte*>(data) + group * bytes) : nullptr;
   }
 };
 
-// Kernel arguments of a map's channels, from its groups' statistics.
-template <class A>
-struct GroupCoefficients {
-  Coefficients<A> of_channels;
-  const Vector<A>&weight, &bias;
-  int64_t each, channels;
-  GroupCoefficients(const Map& m, const Grouped& g, const Vector<A>& weight, const Vector<A>& bias)
-      : of_channels(m), weight(weight), bias(bias), each(g.each), channels(g.channels) {}
-  void set(int64_t group, A mean, A invstd) {
-    for (int64_t c = group * each; c < (group + 1) * each; ++c)
-      of_channels.set(c, mean, invstd, weight[c % channels], bias[c % channels]);
-  }
-};
+struct Nothing {};
 
-// act(pre) of all maps; mean and inverse deviation of each group are found, or known.
+// Kernel arguments of a map's channels from its groups' statistics, which begin with the group `first`.
 template <class A>
-void normalise(const Grouped& g, const OptTensor& weight_, const OptTensor& bias_, std::optional<double> eps, A* mean,
-               A* invstd, const Act& act, void* out) {
+Coefficients<A> coefficients_of(const Map& m, const Grouped& g, const Vector<A>& weight, const Vector<A>& bias,
+                                const A* mean, const A* invstd, int64_t first) {
+  Coefficients<A> to(m);
+  for (int64_t c = 0; c < m.args.channels; ++c) {
+    const int64_t group = first + c / g.each, of_image = (first * g.each + c) % g.channels;
+    to.set(c, mean[group], invstd[group], weight[of_image], bias[of_image]);
+  }
+  to.repeat(m);
+  return to;
+}
+
+// Mean and sum of squared deviations of each group of a map.
+void group_statistics(const Grouped& g, const Map& m, int64_t count, std::vector<double>& means,
+                      std::vector<double>& m2s) {
   const NormKernels& kernels = norm_kernels();
+  const NormArgs& a = m.args;
+  const auto exact_too = [&](const NormArgs& of, int64_t c, double& mean, double& m2) {
+    if (!std::isfinite(mean) || !std::isfinite(m2)) kernels.exact_stats(of, c, &mean, &m2);
+  };
+  if (a.planar()) {
+    NormArgs whole = a;  // a group as one channel
+    whole.channels = count, whole.inner = a.inner * g.each;
+    kernels.stats(whole, {0, 1, 0, count}, means.data(), m2s.data());
+    for (int64_t i = 0; i < count; ++i) exact_too(whole, i, means[i], m2s[i]);
+    return;
+  }
+  std::vector<double> channel_means(a.channels), channel_m2s(a.channels);
+  stats_of_all(m, channel_means, channel_m2s);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c) {
+      exact_too(a, c, channel_means[c], channel_m2s[c]);
+      means[i] += channel_means[c] / static_cast<double>(g.each);
+    }
+    for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c) {
+      const double delta = channel_means[c] - means[i];
+      m2s[i] += channel_m2s[c] + delta * delta * static_cast<double>(a.outer);
+    }
+  }
+}
+
+// act(pre) of all maps, from statistics that find(map, its first group, its groups) has written where they are not
+// known.
+template <class A, class Find>
+void normalise(const Grouped& g, const OptTensor& weight_, const OptTensor& bias_, const A* mean, const A* invstd,
+               const Act& act, void* out, Find find) {
   const Vector<A> weight(weight_, 1), bias(bias_, 0);
-  g.for_each_map(act, [&](Map& m, int64_t first) {
-    NormArgs& a = m.args;
-    a.x = g.at_map(g.x.const_data_ptr(), first);
-    a.out = g.at_map(out, first);
-    GroupCoefficients<A> coefficients(m, g, weight, bias);
-    coefficients.of_channels.use(a);
-    const auto finish = [&](int64_t group, double group_mean, double m2) {
-      mean[first + group] = static_cast<A>(group_mean);
-      invstd[first + group] = static_cast<A>(1 / std::sqrt(m2 / g.count() + *eps));
-    };
-    if (a.planar()) {
-      NormArgs whole = a;  // a group as one channel
-      whole.channels = a.channels / g.each, whole.inner = a.inner * g.each;
-      m.parallel([&](int64_t, NormRange r) {
-        const int64_t g0 = r.c0 / g.each, g1 = r.c1 / g.each;
-        if (eps) {
-          std::vector<double> means(g1 - g0), m2s(g1 - g0);
-          kernels.stats(whole, {0, 1, g0, g1}, means.data(), m2s.data());
-          for (int64_t i = 0; i < g1 - g0; ++i) {
-            if (!std::isfinite(means[i]) || !std::isfinite(m2s[i]))
-              kernels.exact_stats(whole, g0 + i, &means[i], &m2s[i]);
-            finish(g0 + i, means[i], m2s[i]);
-          }
-        }
-        for (int64_t i = g0; i < g1; ++i) coefficients.set(i, mean[i], invstd[i]);
-        kernels.apply(m.writing(a), r);
-      });
-      return;
-    }
-    if (eps) {
-      std::vector<double> means(a.channels), m2s(a.channels);
-      stats_of_all(m, means, m2s);
-      for (int64_t i = 0; i < g.groups; ++i) {
-        double group_mean = 0, m2 = 0;
-        for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c) {
-          if (!std::isfinite(means[c]) || !std::isfinite(m2s[c])) kernels.exact_stats(a, c, &means[c], &m2s[c]);
-          group_mean += means[c] / static_cast<double>(g.each);
-        }
-        for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c) {
-          const double delta = means[c] - group_mean;
-          m2 += m2s[c] + delta * delta * static_cast<double>(a.outer);
-        }
-        finish(i, group_mean, m2);
-      }
-    }
-    for (int64_t i = 0; i < g.groups; ++i) coefficients.set(i, mean[first + i], invstd[first + i]);
-    coefficients.of_channels.repeat(m);
-    m.parallel([&](int64_t, NormRange r) { kernels.apply(m.writing(a), r); });
-  });
+  g.for_each_map(
+      act, [] { return Nothing(); },
+      [&](Map& m, int64_t first, int64_t count, Nothing&) {
+        NormArgs& a = m.args;
+        a.x = g.at_map(g.x.const_data_ptr(), first);
+        a.out = g.at_map(out, first);
+        find(m, first, count);
+        const Coefficients<A> coefficients = coefficients_of(m, g, weight, bias, mean, invstd, first);
+        coefficients.use(a);
+        m.bytes = g.x.numel() * g.x.element_size();  // whether it's written past the caches
+        m.parallel([&](int64_t, NormRange r) { norm_kernels().apply(m.writing(a), r); });
+      },
+      [](int64_t, Nothing) {});
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_forward_cpu(const Tensor& input, const OptTensor& weight,
@@ -146,8 +141,16 @@ std::tuple<Tensor, Tensor, Tensor> group_forward_cpu(const Tensor& input, const 
   Tensor mean = at::empty({g.images * groups}, options), invstd = at::empty({g.images * groups}, options);
   with_acc(g.x.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
-    normalise<A>(g, weight, bias, eps, mean.mutable_data_ptr<A>(), invstd.mutable_data_ptr<A>(), act,
-                 out.mutable_data_ptr());
+    A *means = mean.mutable_data_ptr<A>(), *invstds = invstd.mutable_data_ptr<A>();
+    normalise<A>(g, weight, bias, means, invstds, act, out.mutable_data_ptr(),
+                 [&](const Map& m, int64_t first, int64_t count) {
+                   std::vector<double> found(count), m2(count);
+                   group_statistics(g, m, count, found, m2);
+                   for (int64_t i = 0; i < count; ++i) {
+                     means[first + i] = static_cast<A>(found[i]);
+                     invstds[first + i] = static_cast<A>(1 / std::sqrt(m2[i] / g.count() + eps));
+                   }
+                 });
   });
   return {out, mean, invstd};
 }
@@ -159,76 +162,71 @@ Tensor group_apply_cpu(const Tensor& input, const OptTensor& weight, const OptTe
   Tensor out = reuse ? *out_memory : at::empty_like(g.x, g.x.options(), g.x.suggest_memory_format());
   with_acc(g.x.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
-    // They are read alone, where they are known.
-    normalise<A>(g, weight, bias, {}, const_cast<A*>(mean.const_data_ptr<A>()),
-                 const_cast<A*>(invstd.const_data_ptr<A>()), act, out.mutable_data_ptr());
+    normalise<A>(g, weight, bias, mean.const_data_ptr<A>(), invstd.const_data_ptr<A>(), act, out.mutable_data_ptr(),
+                 [](const Map&, int64_t, int64_t) {});
   });
   return out;
 }
 
+// Sums over images, of each channel: of grad_pre, and of grad_pre * (x - mean) * invstd.
+struct ChannelSums {
+  std::vector<double> sum, dot;
+};
+
 // Of group g, whose channels have the weights w and the sums S of grad_pre and D of grad_pre * (x - mean):
 //     grad x = w * invstd * grad_pre - ((x - mean) * invstd^3 * sum(w D) / n + invstd * sum(w S) / n)
+// Returns the sums. grad_x: memory for the input's gradient, or null.
 template <class A>
-void group_gradients(const Grouped& g, const Tensor& grad, const OptTensor& weight_, const OptTensor& bias_,
-                     const A* mean, const A* invstd, const Act& act, std::array<bool, 3> want,
-                     std::array<Tensor, 3>& to) {
+ChannelSums group_gradients(const Grouped& g, const Tensor& grad, const OptTensor& weight_, const OptTensor& bias_,
+                            const A* mean, const A* invstd, const Act& act, void* grad_x) {
   const NormKernels& kernels = norm_kernels();
   const Vector<A> weight(weight_, 1), bias(bias_, 0);
-  // Of each image's channels.
-  std::vector<double> sum(g.images * g.channels), dot(g.images * g.channels);
-  g.for_each_map(act, [&](Map& m, int64_t first) {
-    NormArgs& a = m.args;
-    a.x = g.at_map(g.x.const_data_ptr(), first);
-    a.grad = g.at_map(grad.const_data_ptr(), first);
-    if (want[0]) a.out = g.at_map(to[0].mutable_data_ptr(), first);
-    GroupCoefficients<A> coefficients(m, g, weight, bias);
-    for (int64_t i = 0; i < a.channels / g.each; ++i) coefficients.set(i, mean[first + i], invstd[first + i]);
-    coefficients.of_channels.repeat(m);
-    coefficients.of_channels.use(a);
-    a.slope = a.scale;
-    Table<A> tilt(m), level(m);
-    a.tilt = tilt.values.data(), a.level = level.values.data();
-    const NormArgs second = second_pass(a, true, sizeof(A) == grad.element_size());
-    double *sums = &sum[first * g.each], *dots = &dot[first * g.each];
-    const auto finish = [&](int64_t group) {
-      double s = 0, d = 0;
-      for (int64_t c = group * g.each; c < (group + 1) * g.each; ++c) {
-        const double w = static_cast<double>(weight[c % g.channels]);
-        s += w * sums[c], d += w * dots[c];
-      }
-      const double scale = static_cast<double>(invstd[first + group]), share = scale / g.count();
-      for (int64_t c = group * g.each; c < (group + 1) * g.each; ++c) {
-        tilt[c] = static_cast<A>(scale * scale * d * share);
-        level[c] = static_cast<A>(s * share);
-        dots[c] *= scale;
-      }
-    };
-    if (a.planar()) {
-      m.parallel([&](int64_t, NormRange r) {
-        kernels.reduce(a, r, sums + r.c0, dots + r.c0);
-        for (int64_t i = r.c0 / g.each; i < r.c1 / g.each; ++i) finish(i);
-        if (want[0]) kernels.grad(m.writing(second), r);
+  const auto zeros = [&] { return ChannelSums{std::vector<double>(g.channels), std::vector<double>(g.channels)}; };
+  std::mutex mutex;
+  std::map<int64_t, ChannelSums> parts;  // of the threads, which are added in order
+  g.for_each_map(
+      act, zeros,
+      [&](Map& m, int64_t first, int64_t count, ChannelSums& total) {
+        NormArgs& a = m.args;
+        a.x = g.at_map(g.x.const_data_ptr(), first);
+        a.grad = g.at_map(grad.const_data_ptr(), first);
+        a.out = g.at_map(grad_x, first);
+        const Coefficients<A> coefficients = coefficients_of(m, g, weight, bias, mean, invstd, first);
+        coefficients.use(a);
+        a.slope = a.scale;
+        Table<A> tilt(m), level(m);
+        a.tilt = tilt.values.data(), a.level = level.values.data();
+        const NormArgs second = second_pass(a, true, sizeof(A) == grad.element_size());
+        std::vector<double> sum(a.channels), dot(a.channels);
+        if (a.planar())
+          kernels.reduce(a, {0, 1, 0, a.channels}, sum.data(), dot.data());
+        else
+          sums_of_all(m, a, sum, dot);
+        for (int64_t i = 0; i < count; ++i) {
+          const double scale = static_cast<double>(invstd[first + i]), share = scale / g.count();
+          double s = 0, d = 0;
+          for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c) {
+            const int64_t of_image = (first * g.each + c) % g.channels;
+            const double w = static_cast<double>(weight[of_image]);
+            s += w * sum[c], d += w * dot[c];
+            total.sum[of_image] += sum[c];
+            total.dot[of_image] += scale * dot[c];
+          }
+          for (int64_t c = i * g.each; c < (i + 1) * g.each; ++c)
+            tilt[c] = static_cast<A>(scale * scale * d * share), level[c] = static_cast<A>(s * share);
+        }
+        tilt.repeat(m), level.repeat(m);
+        m.bytes = g.x.numel() * g.x.element_size();
+        if (grad_x) m.parallel([&](int64_t, NormRange r) { kernels.grad(m.writing(second), r); });
+      },
+      [&](int64_t from, ChannelSums total) {
+        const std::lock_guard lock(mutex);
+        parts.emplace(from, std::move(total));
       });
-      return;
-    }
-    std::vector<double> row_sum(a.channels), row_dot(a.channels);
-    sums_of_all(m, a, row_sum, row_dot);
-    std::copy(row_sum.begin(), row_sum.end(), sums);
-    std::copy(row_dot.begin(), row_dot.end(), dots);
-    for (int64_t i = 0; i < g.groups; ++i) finish(i);
-    tilt.repeat(m), level.repeat(m);
-    if (want[0]) m.parallel([&](int64_t, NormRange r) { kernels.grad(m.writing(second), r); });
-  });
-  for (int i : {1, 2}) {
-    if (!want[i]) continue;
-    const std::vector<double>& of_images = i == 1 ? dot : sum;
-    A* total = to[i].template mutable_data_ptr<A>();
-    for (int64_t c = 0; c < g.channels; ++c) {
-      double all = 0;
-      for (int64_t n = 0; n < g.images; ++n) all += of_images[n * g.channels + c];
-      total[c] = static_cast<A>(all);
-    }
-  }
+  ChannelSums all = zeros();
+  for (const auto& [from, part] : parts)
+    for (int64_t c = 0; c < g.channels; ++c) all.sum[c] += part.sum[c], all.dot[c] += part.dot[c];
+  return all;
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_backward_cpu(const Tensor& grad_output, const Tensor& input,
@@ -238,15 +236,23 @@ std::tuple<Tensor, Tensor, Tensor> group_backward_cpu(const Tensor& grad_output,
   const Grouped g(input, mean.numel() / input.size(0));
   const auto format = g.x.suggest_memory_format();
   const Tensor grad = grad_output.contiguous(format);
-  std::array<Tensor, 3> to;
-  if (want[0]) to[0] = overwrite && grad.is_same(grad_output) ? grad : at::empty_like(g.x, g.x.options(), format);
-  for (int i : {1, 2})
-    if (want[i]) to[i] = at::empty({g.channels}, mean.options());
+  const bool ours = overwrite || !grad.is_same(grad_output);  // a copy in this layout is
+  Tensor grad_x, vectors[2];
+  if (want[0]) grad_x = ours ? grad : at::empty_like(g.x, g.x.options(), format);
   with_acc(g.x.scalar_type(), [&](auto zero) {
     using A = decltype(zero);
-    group_gradients<A>(g, grad, weight, bias, mean.const_data_ptr<A>(), invstd.const_data_ptr<A>(), act, want, to);
+    const ChannelSums sums =
+        group_gradients<A>(g, grad, weight, bias, mean.const_data_ptr<A>(), invstd.const_data_ptr<A>(), act,
+                           want[0] ? grad_x.mutable_data_ptr() : nullptr);
+    for (int i : {0, 1}) {
+      if (!want[1 + i]) continue;
+      vectors[i] = at::empty({g.channels}, mean.options());
+      const std::vector<double>& from = i == 0 ? sums.dot : sums.sum;
+      std::transform(from.begin(), from.end(), vectors[i].mutable_data_ptr<A>(),
+                     [](double v) { return static_cast<A>(v); });
+    }
   });
-  return {to[0], to[1], to[2]};
+  return {grad_x, vectors[0], vectors[1]};
 }
 
 }  // namespace

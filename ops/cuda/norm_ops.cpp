@@ -395,7 +395,7 @@ std::tuple<Tensor, Tensor, Tensor> group_backward(const Tensor& grad_output, con
   const int64_t images = x.size(0), channels = x.size(1), of_all = mean.numel(), each = images * channels / of_all;
   NormArgs first = one_image(x, images * channels, act);
   Tensor out;
-  if (want[0]) out = overwrite && g.is_same(grad_output) ? g : at::empty_like(x);
+  if (want[0]) out = overwrite || !g.is_same(grad_output) ? g : at::empty_like(x);
   first.aligned = aligned({g, x, out});
   first.grad = read(g);
   first.out = write(out);
