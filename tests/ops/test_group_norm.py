@@ -119,6 +119,94 @@ def test_gradcheck():
         g.sum().backward()
 
 
+def both(f):
+    """What f gives of our operator and of PyTorch's, under silu."""
+    ours = f(lambda x, w=None, b=None: ops.group_norm_act(x, 2, w, b, 1e-5, True, "silu", []))
+    theirs = f(lambda x, w=None, b=None: F.silu(F.group_norm(x, 2, w, b)))
+    for a, e in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("size", (3, 8))
+def test_operands_made_from_one_another(size):
+    """A weight that depends on the input, or on the bias: gradients of gradients follow each path once, and hooks run once."""
+    start = torch.randn(2, 4, size, size, dtype=torch.float64)
+    numbers = torch.rand(4, dtype=torch.float64) + 0.5
+
+    def leaf(t):
+        return t.clone().requires_grad_()
+
+    def twice(out, *leaves):
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+    def from_input(f):
+        x = leaf(start)
+        return twice(f(x, 1 + x.mean((0, 2, 3)), x.amax((0, 2, 3))), x)
+
+    def from_weight(f):
+        x, w = leaf(start), leaf(numbers)
+        return twice(f(x, w, w * 0.5), x, w)
+
+    def the_same(f):
+        x, w = leaf(start), leaf(numbers)
+        return twice(f(x, w, w), x, w)
+
+    def hooks(f):
+        x, w = leaf(start), leaf(numbers)
+        y = x * 1.0
+        y.retain_grad()
+        for t in (x, w, y):
+            t.register_hook(lambda g: g * 2)
+        f(y, w).square().sum().backward(create_graph=True)
+        return [x.grad, w.grad, y.grad]
+
+    for case in (from_input, from_weight, the_same, hooks):
+        both(case)
+
+
+def test_gradients_in_any_memory():
+    """Somebody else's gradient is not written to; one in another layout serves as memory."""
+    x = torch.randn(3, 4, 8, 8)
+    for layout, other in itertools.product((CONTIGUOUS, LAST), repeat=2):
+        grad = torch.randn(3, 4, 8, 8).contiguous(memory_format=other)
+
+        def held(f, layout=layout, grad=grad):
+            leaf = x.contiguous(memory_format=layout).requires_grad_()
+            out, seen = f(leaf), []
+            out.register_hook(lambda g: seen.append(g) or None)
+            before = grad.clone()
+            given = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+            again = torch.autograd.grad((out * 3.0).sum() + out.square().sum(), leaf, retain_graph=True)
+            assert torch.equal(grad, before)
+            return [*given, *again, *seen]
+
+        both(held)
+
+
+@pytest.mark.parametrize("layout", (CONTIGUOUS, LAST))
+def test_small_planes_and_symbolic_sizes(layout):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    for shape in ((64, 8, 2, 2), (32, 8, 4, 4), (300, 8), (2, 8, 5, 7)):
+        case = Case(shape, layout if len(shape) == 4 else CONTIGUOUS, stats=False)
+        same(*(case.run(f, needs=(True, True, True, False)) for f in reversed(pair("silu", 4, 1))))
+    x = torch.randn(3, 8, 6, 7).contiguous(memory_format=layout)
+    graph = make_fx(lambda t: ops.group_norm_act(t, 4, None, None, 1e-5, True, "relu", []), tracing_mode="symbolic")(x)
+    torch.testing.assert_close(graph(torch.cat([x, x])), F.relu(F.group_norm(torch.cat([x, x]), 4)))
+
+
+def test_what_pytorch_refuses_or_gives_as_nan():
+    x = torch.randn(2, 4, 8, 8)
+    with pytest.raises(RuntimeError) as theirs:
+        F.group_norm(x.bfloat16(), 2, None, torch.zeros(4))
+    with pytest.raises(RuntimeError) as ours:
+        ops.group_norm_act(x.bfloat16(), 2, None, torch.zeros(4), 1e-5, True, "relu", [])
+    assert str(ours.value) == str(theirs.value)
+    flat = torch.ones(2, 4, 8, 8)
+    assert ops.group_norm_act(flat, 2, None, None, 0.0, True, "identity", []).isnan().equal(F.group_norm(flat, 2, eps=0.0).isnan())
+
+
 @pytest.mark.parametrize("act", ("relu", "silu"))
 def test_keeps_the_input_alone(act):
     torch.manual_seed(0)
