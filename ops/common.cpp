@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <sys/mman.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/passes/autocast.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
@@ -173,6 +174,23 @@ std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, co
   for (at::Tensor& g : grads)
     if (g.defined()) g = wrapped[i++];
   return grads;
+}
+
+std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
+                                                 const at::Tensor& grad,
+                                                 const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // Views cut the operands off from one another, where one is made from another, and from their hooks.
+  std::vector<at::Tensor> cut, wanted;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    cut.push_back(operands[i].defined() ? operands[i].view_as(operands[i]) : at::Tensor());
+    if (want[i]) wanted.push_back(cut[i]);
+  }
+  const auto found = torch::autograd::grad({f(cut)}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
+  std::vector<at::Tensor> all(operands.size());
+  for (size_t i = 0, next = 0; i < operands.size(); ++i)
+    if (want[i]) all[i] = found[next++];
+  return all;
 }
 
 }  // namespace tsmem

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace tsmem {
 
@@ -104,5 +106,11 @@ at::Tensor conv_input_gradient(const at::Tensor& dy, const at::Tensor& weight, a
 // gradients. `inputs`: what the gradients depend on (grad_output and saved tensors). Outside create_graph returns
 // `grads` as they are.
 std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op, at::TensorList inputs);
+
+// In backward under create_graph, of an op whose operands are kept themselves: the gradients of f(operands), PyTorch's
+// operators on these, which can be differentiated again. One an operand, undefined where `want` is false.
+std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
+                                                 const at::Tensor& grad,
+                                                 const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f);
 
 }  // namespace tsmem

@@ -3,7 +3,6 @@
 // own of the two operators, which has second derivatives; where the input was recomputed they are refused.
 
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/autograd.h>
 
 #include "norm_ops.h"
 #include "recompute.h"
@@ -15,26 +14,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// The gradients by PyTorch's operators, which can be differentiated again: of input, weight and bias.
-variable_list differentiable_gradients(const std::array<Tensor, 3>& operands, int64_t groups, double eps,
-                                       const Act& act, const std::array<bool, 3>& want, const Tensor& grad) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // Views cut the operands off from one another, where one is made from another, and from their hooks.
-  std::array<Tensor, 3> cut;
-  variable_list wanted;
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (operands[i].defined()) cut[i] = operands[i].view_as(operands[i]);
-    if (want[i]) wanted.push_back(cut[i]);
-  }
-  const Tensor out = aten_act(at::group_norm(cut[0], groups, optional(cut[1]), optional(cut[2]), eps), act);
-  const variable_list found =
-      torch::autograd::grad({out}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
-  variable_list all(3);
-  for (size_t i = 0, next = 0; i < want.size(); ++i)
-    if (want[i]) all[i] = found[next++];
-  return all;
-}
 
 struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
   // `used` gets the statistics.
@@ -67,8 +46,12 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
     const auto want = wanted<3>(ctx);
     const SavedTensors kept(ctx);
     if (at::GradMode::is_enabled() && !kept.any_made()) {
-      const variable_list g = differentiable_gradients({kept[0], kept[1], kept[2]}, ctx->saved_data["groups"].toInt(),
-                                                       ctx->saved_data["eps"].toDouble(), saved_act(ctx), want, grad);
+      const int64_t groups = ctx->saved_data["groups"].toInt();
+      const double eps = ctx->saved_data["eps"].toDouble();
+      const Act act = saved_act(ctx);
+      const auto g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grad, [&](const auto& t) {
+        return aten_act(at::group_norm(t[0], groups, optional(t[1]), optional(t[2]), eps), act);
+      });
       std::copy(g.begin(), g.end(), result.begin());
       return result;
     }
@@ -98,10 +81,8 @@ Tensor group_norm_act(const Tensor& input, int64_t groups, const OptTensor& weig
   if (!plain(x) || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || x.dim() < 2 || groups <= 0 ||
       x.numel() == 0 || x.size(1) % groups != 0)
     return by_pytorch();
-  // A bias by itself has the input's dtype in PyTorch's; eps 0 gives infinities there, where there is no variance.
-  if (!norm_usable(x, {weight, bias, {}, {}, true, 0, eps}, {}, act) || !(eps > 0) ||
-      (bias && !weight && bias->scalar_type() != x.scalar_type()))
-    return by_pytorch();
+  // Without a variance eps 0 gives PyTorch's infinities.
+  if (!norm_usable(x, {weight, bias, {}, {}, true, 0, eps}, {}, act) || !(eps > 0)) return by_pytorch();
   if (x.numel() / (x.size(0) * x.size(1)) < kLeastPlane) {
     const Tensor normed = group_norm(x, groups, weight, bias, eps, cudnn_enabled, recompute);
     return act.kind == ActKind::identity ? normed : tsmem::act(normed, name, args, recompute.argument(), false);

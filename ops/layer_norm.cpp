@@ -1,5 +1,6 @@
 // layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
-// can be recomputed. Forward and backward are aten's native_layer_norm and native_group_norm.
+// can be recomputed. Forward and backward are aten's native_layer_norm and native_group_norm, under create_graph
+// PyTorch's own derivatives; where the input was recomputed second ones are refused.
 
 #include <ATen/autocast_mode.h>
 
@@ -45,6 +46,7 @@ struct Norm : torch::autograd::Function<Norm> {
     auto& data = ctx->saved_data;
     data["shape"] = n.shape;
     data["groups"] = n.groups;
+    data["eps"] = n.eps;
     data["sizes"] = x.sizes();
     return out;
   }
@@ -60,11 +62,21 @@ struct Norm : torch::autograd::Function<Norm> {
     const std::array<bool, 3> want{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(weight_edge),
                                    bias && ctx->needs_input_grad(bias_edge)};
     const int64_t groups = data["groups"].toInt();
+    if (at::GradMode::is_enabled() && !kept.any_made() && kept[0].defined()) {
+      const auto shape = data["shape"].toIntVector();
+      const double eps = data["eps"].toDouble();
+      const auto g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grads[0], [&](const auto& t) {
+        return groups == 0 ? at::layer_norm(t[0], shape, optional(t[1]), optional(t[2]), eps)
+                           : at::group_norm(t[0], groups, optional(t[1]), optional(t[2]), eps);
+      });
+      std::copy(g.begin(), g.end(), result.begin());
+      return result;
+    }
     Tensor x = kept[0];
     if (!x.defined()) x = shape_of(data["sizes"].toIntVector(), grads[0].strides(), grads[0].options());
     std::vector<Tensor> g;
     {
-      // PyTorch's second derivatives exist for some of these only: all are refused.
+      // PyTorch's derivatives of these exist for some only: all are refused.
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {

@@ -196,13 +196,7 @@ def test_small_planes_and_symbolic_sizes(layout):
     torch.testing.assert_close(graph(torch.cat([x, x])), F.relu(F.group_norm(torch.cat([x, x]), 4)))
 
 
-def test_what_pytorch_refuses_or_gives_as_nan():
-    x = torch.randn(2, 4, 8, 8)
-    with pytest.raises(RuntimeError) as theirs:
-        F.group_norm(x.bfloat16(), 2, None, torch.zeros(4))
-    with pytest.raises(RuntimeError) as ours:
-        ops.group_norm_act(x.bfloat16(), 2, None, torch.zeros(4), 1e-5, True, "relu", [])
-    assert str(ours.value) == str(theirs.value)
+def test_no_variance():
     flat = torch.ones(2, 4, 8, 8)
     assert ops.group_norm_act(flat, 2, None, None, 0.0, True, "identity", []).isnan().equal(F.group_norm(flat, 2, eps=0.0).isnan())
 
