@@ -188,9 +188,9 @@ struct Call : torch::CustomClassHolder {
   std::vector<Output> outputs;
 };
 
-// The module as the call found it: what it overwrites is its own.
-IValue module_then(const Call& call) {
-  Replaced replaced;
+// The module as the call found it, with other tensors in place of those that are `replaced`: what it overwrites is its
+// own.
+IValue module_then(const Call& call, Replaced replaced) {
   for (const Buffer& b : call.buffers) {
     TORCH_CHECK(b.copy.defined() || version_of(b.itself) == b.version, "tsmem::checkpoint: a buffer of shape ",
                 b.itself.sizes(), " of ", call.self.type()->repr_str(), " has changed since its method ", call.method,
@@ -360,11 +360,21 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     variable_list result(saved.size() + 2);
     const bool create_graph = at::GradMode::is_enabled();
     variable_list inputs, wanted;
+    Replaced parameters;
     std::vector<size_t> positions;
     for (size_t i = 0; i < saved.size(); ++i) {
-      // Under create_graph the arguments stay in the graph, so that second derivatives reach them.
-      const bool own = i < what->tensors && (!create_graph || what->requires_grad[i] != saved[i].requires_grad());
-      inputs.push_back(own ? saved[i].detach().set_requires_grad(what->requires_grad[i]) : saved[i]);
+      // Cut off from the tensor itself: its hooks, and what it was made from, wait for the gradients that this node
+      // returns. Under create_graph it stays in the graph, so that second derivatives reach it.
+      const bool argument = i < what->tensors;
+      const bool grad = argument ? what->requires_grad[i] : saved[i].requires_grad();
+      const bool in_graph = create_graph && grad == saved[i].requires_grad();
+      if (!argument && !grad)
+        inputs.push_back(saved[i]);
+      else if (in_graph)
+        inputs.push_back(grad ? saved[i].view_as(saved[i]) : saved[i]);
+      else
+        inputs.push_back(saved[i].detach().set_requires_grad(grad));
+      if (!argument && grad) parameters.emplace(saved[i].unsafeGetTensorImpl(), inputs.back());
       if (saved[i].requires_grad() && ctx->needs_input_grad(i)) {
         wanted.push_back(inputs.back());
         positions.push_back(i);
@@ -378,7 +388,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       at::AutoGradMode grad_mode(true);
       const Tensor* next = inputs.data();
       variable_list all;
-      collect(call(module_then(*what), what->method, replace(what->arguments, next)), all);
+      collect(call(module_then(*what, parameters), what->method, replace(what->arguments, next)), all);
       TORCH_CHECK(all.size() == what->results.size(), "tsmem::checkpoint: the method ", what->method, " returned ",
                   all.size(), " tensors when it was run again, and ", what->results.size(), " before");
       for (size_t i = 0; i < grads.size(); ++i) {
