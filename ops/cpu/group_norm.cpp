@@ -38,20 +38,22 @@ struct Grouped {
   double count() const { return static_cast<double>(x.numel()) / static_cast<double>(images * groups); }
 
   // f(map, its first group, its groups) for each of the maps, whose elements are still to be set; each thread calls
-  // start() before its first one and end(its first group, what start() returned) after its last.
+  // start() before its first one and end(its first map, what start() returned) after its last.
   template <class Start, class F, class End>
   void for_each_map(const Act& act, Start start, F f, End end) const {
     const int64_t all = images * groups, maps = (all + of_map - 1) / of_map;
+    // Made here, as autograd would see what the threads do to tensors.
+    Map whole = rows ? Map(x.narrow(0, 0, 1), /*channels_last=*/true, act)
+                     : Map(x.view({1, images * channels, x.numel() / (images * channels)}), false, act);
+    whole.bytes = x.numel() * x.element_size();  // whether it's written past the caches
     // Where there are fewer images than threads these share one image's rows.
     const int64_t grain = (rows && images < at::get_num_threads()) || x.numel() < kSerial ? maps : 1;
     at::parallel_for(0, maps, grain, [&](int64_t from, int64_t to) {
       auto state = start();
       for (int64_t i = from; i < to; ++i) {
         const int64_t first = i * of_map, count = std::min(of_map, all - first);
-        Map m = rows ? Map(x.narrow(0, 0, 1), /*channels_last=*/true, act)
-                     : Map(x.view({1, images * channels, x.numel() / (images * channels)}).narrow(1, 0, count * each),
-                           false, act);
-        if (!rows) m.group = m.args.channels, m.tasks = 1;
+        Map m = whole;
+        if (!rows) m.args.channels = m.group = count * each, m.tasks = 1;
         f(m, first, count, state);
       }
       end(from, std::move(state));
@@ -126,7 +128,6 @@ void normalise(const Grouped& g, const OptTensor& weight_, const OptTensor& bias
         find(m, first, count);
         const Coefficients<A> coefficients = coefficients_of(m, g, weight, bias, mean, invstd, first);
         coefficients.use(a);
-        m.bytes = g.x.numel() * g.x.element_size();  // whether it's written past the caches
         m.parallel([&](int64_t, NormRange r) { norm_kernels().apply(m.writing(a), r); });
       },
       [](int64_t, Nothing) {});
@@ -216,7 +217,6 @@ ChannelSums group_gradients(const Grouped& g, const Tensor& grad, const OptTenso
             tilt[c] = static_cast<A>(scale * scale * d * share), level[c] = static_cast<A>(s * share);
         }
         tilt.repeat(m), level.repeat(m);
-        m.bytes = g.x.numel() * g.x.element_size();
         if (grad_x) m.parallel([&](int64_t, NormRange r) { kernels.grad(m.writing(second), r); });
       },
       [&](int64_t from, ChannelSums total) {
