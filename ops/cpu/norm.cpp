@@ -231,8 +231,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_outpu
   if (bits.defined()) m.args.mask = const_cast<uint8_t*>(bits.const_data_ptr<uint8_t>());
   Tensor grads[4];
   const auto options = g.options().dtype(acc_type(g.scalar_type()));
-  // The gradient's own memory serves for one of the results.
-  const int reused = !overwrite || !g.is_same(grad_output) ? -1 : want[3] ? 3 : want[0] ? 0 : -1;
+  // The gradient's own memory serves for one of the results, or that of its copy in this layout for the input's.
+  const bool copied = !g.is_same(grad_output);
+  const int reused = overwrite && !copied && want[3] ? 3 : (overwrite || copied) && !want[3] && want[0] ? 0 : -1;
   for (int i : {0, 3})
     if (want[i]) grads[i] = i == reused ? g : at::empty_like(g, g.options(), format);
   for (int i : {1, 2})

@@ -253,8 +253,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   NormArgs a = view(g, channels_last, act);
   const auto options = g.options().dtype(acc_type(g.scalar_type()));
   std::array<Tensor, 4> grads;
-  // The gradient's own memory serves for one of the results.
-  const int reused = !overwrite || !g.is_same(grad_output) ? -1 : want[3] ? 3 : want[0] ? 0 : -1;
+  // The gradient's own memory serves for one of the results, or that of its copy in this layout for the input's.
+  const bool copied = !g.is_same(grad_output);
+  const int reused = overwrite && !copied && want[3] ? 3 : (overwrite || copied) && !want[3] && want[0] ? 0 : -1;
   for (int i : {0, 3})
     if (want[i]) grads[i] = i == reused ? g : at::empty_like(g, g.options(), format);
   if (a.numel == 0) {

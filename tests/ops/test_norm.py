@@ -154,6 +154,26 @@ def test_a_gradient_that_nobody_holds_lends_its_memory(ops, act, train, add, dty
         assert peak < (len(wanted) + (0.5 if lent else 1.5)) * x.nbytes
 
 
+@pytest.mark.parametrize("norm", ("batch_norm_act", "group_norm_act"))
+@pytest.mark.parametrize("layout,other", ((CONTIGUOUS, LAST), (LAST, CONTIGUOUS)))
+def test_a_gradient_in_another_layout_is_copied_once(ops, layout, other, norm):
+    """Its copy in the map's layout becomes the input's gradient; somebody else's tensor stays as it was."""
+    import allocator
+
+    x = torch.randn(4, 16, 21, 17).contiguous(memory_format=layout).requires_grad_()
+    grad = torch.randn(4, 16, 21, 17).contiguous(memory_format=other)
+    before = grad.clone()
+    for act, f in (("relu", F.relu), ("silu", F.silu)):
+        if norm == "batch_norm_act":
+            ours, theirs = ops.batch_norm_act(x, None, None, None, None, True, 0.1, 1e-5, True, act, []), f(F.batch_norm(x, None, None, training=True))
+        else:
+            ours, theirs = ops.group_norm_act(x, 4, None, None, 1e-5, True, act, []), f(F.group_norm(x, 4))
+        peak = allocator.most_held(lambda ours=ours: torch.autograd.grad(ours, x, grad, retain_graph=True))
+        assert peak < 1.5 * x.nbytes
+        torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)), rtol=1e-4, atol=1e-5)
+        assert torch.equal(grad, before)
+
+
 @pytest.mark.parametrize("add", [False, True], ids=["plain", "add"])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("act", ACTS)
