@@ -485,7 +485,7 @@ class BareRegion(nn.Module):
         return self.last(y) + mean
 
 
-@pytest.mark.parametrize("model, found", [(Region, "| 1 bn-act |"), (BareRegion, "smooth-activation")], ids=["checkpoint", "bare"])
+@pytest.mark.parametrize("model, found", [(Region, "| 1 bn-act |"), (BareRegion, "group-norm-act")], ids=["checkpoint", "bare"])
 def test_regions_are_rewritten(model, found, caplog):
     with caplog.at_level(logging.INFO, "tsmem"):
         check(model())
