@@ -368,9 +368,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       const bool argument = i < what->tensors;
       const bool grad = argument ? what->requires_grad[i] : saved[i].requires_grad();
       const bool in_graph = create_graph && grad == saved[i].requires_grad();
-      if (!argument && !grad)
-        inputs.push_back(saved[i]);
-      else if (in_graph)
+      if (in_graph)
         inputs.push_back(grad ? saved[i].view_as(saved[i]) : saved[i]);
       else
         inputs.push_back(saved[i].detach().set_requires_grad(grad));

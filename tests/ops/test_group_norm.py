@@ -72,7 +72,7 @@ def test_dtypes(dtype, act):
 
 def test_numbers_that_are_not_finite_and_large_means():
     for layout in (CONTIGUOUS, LAST):
-        x = torch.randn(2, 4, 5, 6).contiguous(memory_format=layout)
+        x = torch.randn(2, 4, 7, 6).contiguous(memory_format=layout)
         x[0, 1, 2, 3] = float("nan")
         x[1, 3, 0, 0] = float("inf")
         torch.testing.assert_close(ops.group_norm_act(x, 2, None, None, 1e-5, True, "relu", []), F.relu(F.group_norm(x, 2)), equal_nan=True)
@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_and_large_means():
 
 
 def test_unusual_inputs():
-    views = [((2, 6, 5, 4), lambda t: t.transpose(2, 3)), ((2, 6, 10, 4), lambda t: t[:, :, ::2]), ((2, 1, 5, 4), lambda t: t.expand(2, 6, 5, 4)), ((6, 2, 5), lambda t: t.transpose(0, 1))]
+    views = [((2, 6, 9, 4), lambda t: t.transpose(2, 3)), ((2, 6, 10, 8), lambda t: t[:, :, ::2]), ((2, 1, 9, 4), lambda t: t.expand(2, 6, 9, 4)), ((6, 2, 35), lambda t: t.transpose(0, 1))]
     for shape, view in views:
         x, results = torch.randn(shape, dtype=torch.float64, requires_grad=True), []
         for f in pair("silu", 3):
@@ -109,8 +109,8 @@ def test_unusual_inputs():
 
 def test_gradcheck():
     """Second derivatives too, but not through an input that was recomputed."""
-    for layout in (CONTIGUOUS, LAST):
-        x = torch.randn(2, 4, 4, 3, dtype=torch.float64).contiguous(memory_format=layout).requires_grad_()
+    for layout, size in itertools.product((CONTIGUOUS, LAST), ((4, 3), (7, 5))):  # small planes are two operators
+        x = torch.randn(2, 4, *size, dtype=torch.float64).contiguous(memory_format=layout).requires_grad_()
         w, b = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
         for inputs in ((x, w, b), (x, None, None), (x.detach(), w, b), (x, w.detach(), b)):
             if CRASHES and layout == LAST and not inputs[0].requires_grad:
