@@ -187,7 +187,6 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
     if (!grads[0].defined()) return variable_list(2);
     const SavedTensors kept(ctx);
     std::vector<Tensor> g{smooth_backward(grads[0], kept[0], saved_act(ctx))};
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "act", grads[0]);
     return {g[0], Tensor()};
   }
 };

@@ -69,7 +69,6 @@ struct Mul : torch::autograd::Function<Mul> {
       else
         g[i] = (grad * other).sum_to_size(sizes[i]);
     }
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "mul", grad);
     return g;
   }
 };

@@ -63,7 +63,6 @@ struct Product : torch::autograd::Function<Product> {
     if (data.count("self") && ctx->needs_input_grad(2))
       g[2] = times(grad.sum_to_size(data["self"].toIntVector()), data["beta"].toScalar());
     if (ctx->needs_input_grad(0)) g[0] = times(at::matmul(grad, kept[1].transpose(-2, -1)), alpha);
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "addmm", grad);
     return g;
   }
 };

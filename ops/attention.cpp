@@ -81,11 +81,17 @@ struct Attention : torch::autograd::Function<Attention> {
     const SavedTensors kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
     const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0};
+    if (at::GradMode::is_enabled()) {
+      const std::array<bool, 3> want = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
+      auto g = differentiable_gradients(
+          {q, k, v}, want, grad, [&](const auto& t) { return attention_by_pytorch(t[0], t[1], t[2], args, {}); });
+      g.resize(5);
+      return g;
+    }
     if (!data.count("again")) {
       out = kept[4];
       logsumexp = kept[5];
     } else if (!out.defined() || !logsumexp.defined()) {
-      at::NoGradGuard no_grad;
       std::tie(out, logsumexp) = flash(q, k, v, args);
     }
     auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -93,7 +99,7 @@ struct Attention : torch::autograd::Function<Attention> {
     std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
-    return kept.refuse_double_backward(std::move(g), "scaled_dot_product_attention", grad);
+    return g;
   }
 
   struct Shared : torch::CustomClassHolder {
@@ -167,7 +173,10 @@ struct Matmul : torch::autograd::Function<Matmul> {
         at::AutoDispatchBelowADInplaceOrView below;
         t = copied_by_aten(given, i == 0 && b.dim() == 2);
       }
-      keeper.add(needed ? t : Tensor(), !t.is_same(given));
+      if (needed && !t.is_same(given))
+        keeper.add_copy(t, given);
+      else
+        keeper.add(needed ? t : Tensor());
     }
     keeper.save(ctx);
     ctx->saved_data["a"] = a.sizes();
@@ -192,7 +201,6 @@ struct Matmul : torch::autograd::Function<Matmul> {
     }
     if (ctx->needs_input_grad(0))
       g[0] = product(grad, copied_by_aten(kept[1], false).transpose(-2, -1)).sum_to_size(a_sizes);
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "matmul", grad);
     return g;
   }
 };
@@ -231,13 +239,13 @@ struct Softmax : torch::autograd::Function<Softmax> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     const bool again = ctx->saved_data["again"].toBool();
-    Tensor out = again ? own_output_made() : Tensor();
+    // Under create_graph it is made from the input, through which it is differentiated.
+    Tensor out = again && !at::GradMode::is_enabled() ? own_output_made() : Tensor();
     const SavedTensors kept(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt();
     if (!out.defined()) out = again ? at::softmax(kept[0], dim) : kept[1];
     std::vector<Tensor> g = {at::_softmax_backward_data(grad, out, dim, out.scalar_type()), Tensor(), Tensor(),
                              Tensor()};
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "softmax", grad);
     return g;
   }
 };

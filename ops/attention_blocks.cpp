@@ -123,9 +123,18 @@ struct Blocks : torch::autograd::Function<Blocks> {
     const OptTensor mask = optional(kept[3]);
     const AttentionArgs args{mask, data["causal"].toBool(), data["scale"].toOptional<double>(),
                              data["dropout"].toDouble()};
+    if (at::GradMode::is_enabled()) {
+      std::array<bool, 4> want;
+      for (int i : {0, 1, 2, 3}) want[i] = (i < 3 || mask) && ctx->needs_input_grad(i);
+      auto again = differentiable_gradients({kept[0], kept[1], kept[2], kept[3]}, want, grad, [&](const auto& t) {
+        return attention_by_pytorch(t[0], t[1], t[2], {optional(t[3]), args.causal, args.scale, args.dropout},
+                                    noise_again(kept[4], t[0], t[1]));
+      });
+      again.resize(6);
+      return again;
+    }
     std::vector<Tensor> g(6);
     {
-      at::NoGradGuard no_grad;
       const Tensor q = kept[0], k = kept[1], v = kept[2];
       const Scores scores(q, k, v, args, noise_again(kept[4], q, k));
       const Tensor* operands[] = {&q, &k, &v};
@@ -135,7 +144,7 @@ struct Blocks : torch::autograd::Function<Blocks> {
       each_part(q, k, [&](const Part& part) { gradients(scores, part, grad, g); });
       if (g[3].defined()) g[3] = g[3].view(mask->sizes()).to(mask->scalar_type());
     }
-    return kept.refuse_double_backward(std::move(g), "scaled_dot_product_attention", grad);
+    return g;
   }
 
  private:
@@ -160,6 +169,12 @@ struct Blocks : torch::autograd::Function<Blocks> {
 };
 
 }  // namespace
+
+Tensor attention_by_pytorch(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                            const Tensor& noise) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, added_mask(args.mask, q), args.dropout,
+                                                            args.causal, optional(noise), args.scale));
+}
 
 bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const auto fits = [&](const Tensor& t) {

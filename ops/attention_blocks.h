@@ -14,6 +14,11 @@ struct AttentionArgs {
 // The mask as it is added to the scores of `query`.
 OptTensor added_mask(const OptTensor& mask, const at::Tensor& query);
 
+// Attention by PyTorch's operators for products of matrices, which can be differentiated twice. noise: which
+// probabilities stay, in their sizes, or undefined.
+at::Tensor attention_by_pytorch(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                const AttentionArgs& args, const at::Tensor& noise);
+
 // Attention that no fused kernel of the CPU takes: with dropout, or a mask that needs a gradient. Keeps query, key,
 // value, mask and a bit of noise a probability, none of the probabilities, which forward and backward make in blocks of
 // batches and heads. query, key: [N, H, L or S, E], value: [N, H, S, V], mask: broadcasts to [N, H, L, S]; the output

@@ -23,7 +23,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight,
                                const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
                                const OptTensor& other, bool training, double momentum, double eps, const Act& act,
-                               bool stats, const std::string& name, std::array<Tensor, 2>* used) {
+                               bool stats, std::array<Tensor, 2>* used) {
     ctx->set_materialize_grads(false);
     const bool want_x = input.requires_grad(), want_w = wants_grad(weight);
     const bool bits = one_bit(act.kind), identity = act.kind == ActKind::identity;
@@ -57,7 +57,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     data["channels_last"] = is_channels_last(input);
     data["weight_dtype"] = dtype_of(weight);
     data["bias_dtype"] = dtype_of(bias);
-    data["name"] = name;
+    data["eps"] = eps;
     save_act(ctx, act);
     if (!stats) return {out};
     ctx->mark_non_differentiable({mean, invstd});
@@ -65,7 +65,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(13);
+    variable_list result(12);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
@@ -79,29 +79,40 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     // used for that: not where it is the gradient itself, nor where it would be rounded before it has been used.
     const bool rounded = low_precision(grad) && act.kind != ActKind::relu && act.kind != ActKind::hardtanh &&
                          act.kind != ActKind::threshold;
-    const bool overwrite = only_ours(grad) && !(want[3] && (identity || rounded));
+    const bool again = at::GradMode::is_enabled();
+    const bool overwrite = !again && only_ours(grad) && !(want[3] && (identity || rounded));
     std::array<Tensor, 4> g;
-    if (compute[0] || compute[1] || compute[2] || compute[3])
-      g = norm_backward(
-          {grad, optional(kept[0]), optional(kept[1]), optional(kept[2]), kept[3], kept[4], optional(kept[5]),
-           optional(kept[6]), data["training"].toBool(), data["channels_last"].toBool(), overwrite},
-          act, compute);
-    g[1] = in_dtype(g[1], data["weight_dtype"]);
-    g[2] = in_dtype(g[2], data["bias_dtype"]);
-    std::vector<Tensor> computed(g.begin(), g.end());
-    computed = kept.refuse_double_backward(std::move(computed), data["name"].toStringRef().c_str(), grad);
-    result[0] = computed[0], result[1] = computed[1], result[2] = computed[2];
-    result[5] = identity && want[3] ? grad : computed[3];
+    if (compute[0] || compute[1] || compute[2] || compute[3]) {
+      const NormBackward b{grad,
+                           optional(kept[0]),
+                           optional(kept[1]),
+                           optional(kept[2]),
+                           kept[3],
+                           kept[4],
+                           optional(kept[5]),
+                           optional(kept[6]),
+                           data["training"].toBool(),
+                           data["channels_last"].toBool(),
+                           overwrite,
+                           data["eps"].toDouble(),
+                           static_cast<at::ScalarType>(data["weight_dtype"].toInt()),
+                           static_cast<at::ScalarType>(data["bias_dtype"].toInt())};
+      g = again ? differentiable_norm_backward(b, act, compute) : norm_backward(b, act, compute);
+    }
+    result[0] = g[0];
+    result[1] = in_dtype(g[1], data["weight_dtype"]);
+    result[2] = in_dtype(g[2], data["bias_dtype"]);
+    result[5] = identity && want[3] ? grad : g[3];
     return result;
   }
 };
 
 std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                       const Act& act, bool stats, const char* name, RecomputeArgument recompute) {
+                                       const Act& act, bool stats, RecomputeArgument recompute) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
     std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
-                                   bn.momentum, bn.eps, act, stats, std::string(name), &used);
+                                   bn.momentum, bn.eps, act, stats, &used);
     offer(
         out[0],
         {input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), used[0], used[1],
@@ -122,9 +133,9 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
 }  // namespace
 
 Tensor batch_norm_act(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
-                      const char* name, RecomputeArgument recompute) {
+                      RecomputeArgument recompute) {
   if (!norm_usable(input, bn, {}, act)) return aten_act(aten_norm(input, bn, cudnn_enabled), act);
-  return std::get<0>(run(input, bn, {}, act, false, name, recompute));
+  return std::get<0>(run(input, bn, {}, act, false, recompute));
 }
 
 namespace {
@@ -134,7 +145,7 @@ Tensor batch_norm_act_op(const Tensor& input, const OptTensor& weight, const Opt
                          double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
                          int64_t recompute) {
   return batch_norm_act(input, {weight, bias, running_mean, running_var, training, momentum, eps}, cudnn_enabled,
-                        parse_act(name, args), "batch_norm_act", recompute);
+                        parse_act(name, args), recompute);
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, const OptTensor& weight,
@@ -144,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
                                                         at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, "batch_norm_act_stats", recompute);
+  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, recompute);
   const Tensor out = aten_act(aten_norm(input, bn, cudnn_enabled), act);
   at::NoGradGuard no_grad;
   const auto acc = acc_type(input.scalar_type());
@@ -170,7 +181,7 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
     const Tensor a = as_scripted(normed), b = as_scripted(other);
     return aten_act(in_place == kNewFromSecond ? b + a : a + b, act);
   }
-  return std::get<0>(run(input, bn, other, act, false, "batch_norm_add_act", recompute));
+  return std::get<0>(run(input, bn, other, act, false, recompute));
 }
 
 #define TSMEM_BN                                                                                                   \

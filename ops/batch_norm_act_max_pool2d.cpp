@@ -19,6 +19,7 @@ using torch::autograd::variable_list;
 
 struct Pool {
   std::vector<int64_t> kernel, stride, padding, dilation, out_size;
+  bool ceil_mode = false;
 };
 
 // Positions in their windows, as the kernels have them, from those that are kept.
@@ -87,6 +88,8 @@ struct NormPool : torch::autograd::Function<NormPool> {
     data["stride"] = pool.stride;
     data["padding"] = pool.padding;
     data["dilation"] = pool.dilation;
+    data["ceil_mode"] = pool.ceil_mode;
+    data["eps"] = bn.eps;
     save_act(ctx, act);
     return out;
   }
@@ -98,19 +101,26 @@ struct NormPool : torch::autograd::Function<NormPool> {
     const auto want = wanted<3>(ctx);
     if (!want[0] && !want[1] && !want[2]) return result;
     const SavedTensors kept(ctx);
+    const auto kernel = data["kernel"].toIntVector(), stride = data["stride"].toIntVector(),
+               padding = data["padding"].toIntVector(), dilation = data["dilation"].toIntVector();
     std::vector<Tensor> g;
-    {
+    if (at::GradMode::is_enabled()) {
+      const Act act = saved_act(ctx);
+      g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grads[0], [&](const auto& t) {
+        const Tensor activated = norm_by_pytorch(t[0], optional(t[1]), optional(t[2]), kept[3], kept[4],
+                                                 data["training"].toBool(), data["eps"].toDouble(), {}, act);
+        return at::max_pool2d(activated, kernel, stride, padding, dilation, data["ceil_mode"].toBool());
+      });
+    } else {
       at::AutoDispatchBelowADInplaceOrView guard;
       static const BackwardOp op("tsmem::_batch_norm_act_max_pool2d_backward");
       const Positions layout{static_cast<int>(data["position_bits"].toInt()), grads[0].sizes().vec(),
                              data["position_strides"].toIntVector()};
-      const auto [x, w, b] =
-          op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4], layout.again(kept[5]),
-             data["training"].toBool(), data["channels_last"].toBool(), saved_act(ctx), data["kernel"].toIntVector(),
-             data["stride"].toIntVector(), data["padding"].toIntVector(), data["dilation"].toIntVector(), want);
+      const auto [x, w, b] = op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4],
+                                layout.again(kept[5]), data["training"].toBool(), data["channels_last"].toBool(),
+                                saved_act(ctx), kernel, stride, padding, dilation, want);
       g = {x, in_dtype(w, data["weight_dtype"]), in_dtype(b, data["bias_dtype"])};
     }
-    g = kept.refuse_double_backward(std::move(g), "batch_norm_act_max_pool2d", grads[0]);
     std::copy(g.begin(), g.end(), result.begin());
     return result;
   }
@@ -135,7 +145,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
   const auto two = [](IntArrayRef l) { return l.size() == 1 ? std::vector<int64_t>{l[0], l[0]} : l.vec(); };
-  Pool pool{two(kernel_size), two(stride.empty() ? kernel_size : stride), two(padding), two(dilation), {}};
+  Pool pool{two(kernel_size), two(stride.empty() ? kernel_size : stride), two(padding), two(dilation), {}, ceil_mode};
   bool usable = input.dim() == 4 && pool.kernel.size() == 2 && pool.stride.size() == 2 && pool.padding.size() == 2 &&
                 pool.dilation.size() == 2 && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
                 norm_usable(input, bn, {}, act) && has_kernel(forward_op().handle(), input);

@@ -174,8 +174,6 @@ struct Cheap : torch::autograd::Function<Cheap> {
       for (size_t i = 0; i < count; ++i)
         if (wanted[i] && !together && large == (c10::IntArrayRef(call->sizes[i]) == grads[0].sizes()))
           made[i] = formulas[i].of(now).sum_to_size(call->sizes[i]);
-    if (kept.any_made())
-      made = kept.refuse_double_backward(std::move(made), std::string(call->op->row.name()).c_str(), grads[0]);
     std::copy(made.begin(), made.end(), g.begin());
     return g;
   }

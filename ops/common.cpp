@@ -155,7 +155,7 @@ struct Refuse : torch::autograd::Function<Refuse> {
                                                  const torch::autograd::variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-        ": second derivatives are not supported; choose level ops, skip its pattern, or restore the original");
+        ": second derivatives are not supported; skip its pattern, or restore the original");
   }
 };
 }  // namespace
@@ -183,7 +183,11 @@ std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& 
   // Views cut the operands off from one another, where one is made from another, and from their hooks.
   std::vector<at::Tensor> cut, wanted;
   for (size_t i = 0; i < operands.size(); ++i) {
-    cut.push_back(operands[i].defined() ? operands[i].view_as(operands[i]) : at::Tensor());
+    const at::Tensor& t = operands[i];
+    if (!t.defined())
+      cut.emplace_back();
+    else
+      cut.push_back(want[i] && !t.requires_grad() ? t.detach().requires_grad_() : t.view_as(t));
     if (want[i]) wanted.push_back(cut[i]);
   }
   const auto found = torch::autograd::grad({f(cut)}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);

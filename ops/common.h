@@ -107,8 +107,9 @@ at::Tensor conv_input_gradient(const at::Tensor& dy, const at::Tensor& weight, a
 // `grads` as they are.
 std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op, at::TensorList inputs);
 
-// In backward under create_graph, of an op whose operands are kept themselves: the gradients of f(operands), PyTorch's
-// operators on these, which can be differentiated again. One an operand, undefined where `want` is false.
+// In backward under create_graph: the gradients of f(operands), PyTorch's operators on these, which can be
+// differentiated again. One an operand, undefined where `want` is false. An operand that has no place in the graph
+// stands for one that its gradient does not depend on.
 std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
                                                  const at::Tensor& grad,
                                                  const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f);

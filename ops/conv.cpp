@@ -226,7 +226,6 @@ struct Conv : torch::autograd::Function<Conv> {
       if ((want[1] && !g[1].defined()) || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
       if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
     }
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "convolution", grad);
     return {g[0], g[1], g[2], Tensor(), Tensor()};
   }
 };

@@ -44,7 +44,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     auto [out, mean, invstd, mask] = norm_forward(y, bn, {}, act, keep_mask);
     const bool keep_input = again || conv_weight.requires_grad(), keep_weight = again || input.requires_grad();
     ctx->save_for_backward({keep_input ? input : Tensor(), keep_weight ? conv_weight : Tensor(),
-                            again ? value_or_undefined(conv_bias) : Tensor(), needs_y && !again ? y : Tensor(),
+                            needs_y ? value_or_undefined(conv_bias) : Tensor(), needs_y && !again ? y : Tensor(),
                             from_y || want_conv ? value_or_undefined(weight) : Tensor(),
                             from_y ? value_or_undefined(bias) : Tensor(), mean, invstd, keep_mask ? mask : Tensor()});
     auto& data = ctx->saved_data;
@@ -54,6 +54,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                                          edges.of(bias)};
     data["recompute_y"] = again;
     data["training"] = bn.training;
+    data["eps"] = bn.eps;
     data["channels_last"] = is_channels_last(y);
     data["weight_dtype"] = dtype_of(weight);
     data["bias_dtype"] = dtype_of(bias);
@@ -84,6 +85,25 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                         data["transposed"].toBool(),    data["groups"].toInt()};
     const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
+    // Where all that the output depends on is kept, by operators that can be differentiated again.
+    const bool whole = saved[0].defined() && saved[1].defined() && !saved[8].defined();
+    if (at::GradMode::is_enabled() && whole) {
+      const auto or_any = [&](const Tensor& t, bool wanted, const char* dtype) {
+        return t.defined() || !wanted ? t : at::ones_like(saved[6], static_cast<at::ScalarType>(data[dtype].toInt()));
+      };
+      const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
+      const Tensor conv_bias =
+          saved[2].defined() || bias_sizes.empty() ? saved[2] : at::zeros(bias_sizes, saved[1].options());
+      const auto g = differentiable_gradients(
+          {saved[0], saved[1], conv_bias, or_any(saved[4], want[3], "weight_dtype"),
+           or_any(saved[5], want[4], "bias_dtype")},
+          want, grad, [&](const auto& t) {
+            return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])), optional(t[3]), optional(t[4]), saved[6],
+                                   saved[7], data["training"].toBool(), data["eps"].toDouble(), {}, act);
+          });
+      std::copy(g.begin(), g.end(), result.begin());
+      return result;
+    }
     std::vector<Tensor> g(5);
     {
       at::NoGradGuard no_grad;

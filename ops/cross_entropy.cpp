@@ -102,27 +102,29 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     if (!grad.defined()) return result;
     const SavedTensors kept(ctx);
     const Loss loss{ctx->saved_data["reduction"].toInt(), ctx->saved_data["ignore_index"].toInt()};
-    Tensor dx;
-    {
-      at::NoGradGuard no_grad;
-      const Tensor x = kept[0], target = kept[1], total = kept[3];
-      const auto dtype = acc_type(x.scalar_type());
-      Tensor factor = weights_of_targets(target, optional(kept[2]), loss.ignore_index, dtype).mul_(grad);
-      if (total.defined()) factor.div_(total);
-      const Tensor ignored = target.eq(loss.ignore_index);
-      factor.masked_fill_(ignored, 0);  // where all are, the total is 0
-      dx = at::empty_like(x);
-      const Tensor rows = as_rows(x), to = as_rows(dx);
-      const Tensor classes = as_rows(target.masked_fill(ignored, 0), rows).unsqueeze(1);
-      factor = as_rows(factor, rows).unsqueeze(1);
-      const Tensor minus_one = at::full({}, -1, factor.options()).expand_as(classes);
-      each_part(rows, [&](const auto& part) {
-        Tensor p = at::softmax(part(rows), 1, dtype);
-        p.scatter_add_(1, part(classes), part(minus_one));
-        part(to).copy_(p.mul_(part(factor)));
-      });
+    if (at::GradMode::is_enabled()) {
+      result[0] = differentiable_gradients({kept[0]}, std::array<bool, 1>{true}, grad, [&](const auto& t) {
+        return at::cross_entropy_loss(t[0], kept[1], optional(kept[2]), loss.reduction, loss.ignore_index, 0.0);
+      })[0];
+      return result;
     }
-    result[0] = kept.refuse_double_backward({dx}, "cross_entropy_loss", grad)[0];
+    const Tensor x = kept[0], target = kept[1], total = kept[3];
+    const auto dtype = acc_type(x.scalar_type());
+    Tensor factor = weights_of_targets(target, optional(kept[2]), loss.ignore_index, dtype).mul_(grad);
+    if (total.defined()) factor.div_(total);
+    const Tensor ignored = target.eq(loss.ignore_index);
+    factor.masked_fill_(ignored, 0);  // where all are, the total is 0
+    const Tensor dx = at::empty_like(x);
+    const Tensor rows = as_rows(x), to = as_rows(dx);
+    const Tensor classes = as_rows(target.masked_fill(ignored, 0), rows).unsqueeze(1);
+    factor = as_rows(factor, rows).unsqueeze(1);
+    const Tensor minus_one = at::full({}, -1, factor.options()).expand_as(classes);
+    each_part(rows, [&](const auto& part) {
+      Tensor p = at::softmax(part(rows), 1, dtype);
+      p.scatter_add_(1, part(classes), part(minus_one));
+      part(to).copy_(p.mul_(part(factor)));
+    });
+    result[0] = dx;
     return result;
   }
 };

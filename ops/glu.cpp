@@ -22,7 +22,6 @@ struct Glu : torch::autograd::Function<Glu> {
     if (!grads[0].defined()) return variable_list(2);
     const SavedTensors kept(ctx);
     std::vector<Tensor> g{at::glu_backward(grads[0], kept[0], ctx->saved_data["dim"].toInt())};
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "glu", grads[0]);
     return {g[0], Tensor()};
   }
 };

@@ -1,6 +1,6 @@
 // act(group_norm(input)): keeps the input (or what it's made from) and two statistics a group of each image; the norm's
 // own result is never there as a whole, neither in forward nor in backward. Under create_graph backward is PyTorch's
-// own of the two operators, which has second derivatives; where the input was recomputed they are refused.
+// own of the two operators, which has second derivatives.
 
 #include <ATen/autocast_mode.h>
 
@@ -45,7 +45,7 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
     if (!grad.defined()) return result;
     const auto want = wanted<3>(ctx);
     const SavedTensors kept(ctx);
-    if (at::GradMode::is_enabled() && !kept.any_made()) {
+    if (at::GradMode::is_enabled()) {
       const int64_t groups = ctx->saved_data["groups"].toInt();
       const double eps = ctx->saved_data["eps"].toDouble();
       const Act act = saved_act(ctx);
@@ -59,9 +59,7 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
                                  want, only_ours(grad));
     g[1] = in_dtype(g[1], ctx->saved_data["weight_dtype"]);
     g[2] = in_dtype(g[2], ctx->saved_data["bias_dtype"]);
-    const std::vector<Tensor> computed =
-        kept.refuse_double_backward(std::vector<Tensor>(g.begin(), g.end()), "group_norm_act", grad);
-    std::copy(computed.begin(), computed.end(), result.begin());
+    std::copy(g.begin(), g.end(), result.begin());
     return result;
   }
 };

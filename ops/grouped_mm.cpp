@@ -49,7 +49,6 @@ struct Grouped : torch::autograd::Function<Grouped> {
       g[0] = ctx->saved_data["a_by_columns"].toBool() ? transposed(product(b, transposed(grad), ends))
                                                       : product(grad, transposed(b), ends);
     }
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "grouped_mm", grad);
     return g;
   }
 };

@@ -35,7 +35,7 @@ Tensor instance_norm_act(const Tensor& input, const OptTensor& weight_, const Op
   const Tensor out =
       batch_norm_act(input.contiguous().view(one_image),
                      {repeated(weight, images), repeated(bias, images), mean, var, use_input_stats, momentum, eps},
-                     cudnn_enabled, act, "instance_norm_act", recompute);
+                     cudnn_enabled, act, recompute);
   if (use_input_stats) {
     at::NoGradGuard no_grad;
     // Both or none, where memory runs out.

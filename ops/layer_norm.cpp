@@ -1,6 +1,6 @@
 // layer_norm and group_norm: keep the input (or what it's made from) and two statistics a row or group; their outputs
 // can be recomputed. Forward and backward are aten's native_layer_norm and native_group_norm, under create_graph
-// PyTorch's own derivatives; where the input was recomputed second ones are refused.
+// PyTorch's own derivatives.
 
 #include <ATen/autocast_mode.h>
 
@@ -62,7 +62,13 @@ struct Norm : torch::autograd::Function<Norm> {
     const std::array<bool, 3> want{ctx->needs_input_grad(0), weight && ctx->needs_input_grad(weight_edge),
                                    bias && ctx->needs_input_grad(bias_edge)};
     const int64_t groups = data["groups"].toInt();
-    if (at::GradMode::is_enabled() && !kept.any_made() && kept[0].defined()) {
+    if (at::GradMode::is_enabled()) {
+      if (!kept[0].defined()) {  // the bias alone
+        auto sizes = bias->sizes().vec();
+        if (groups != 0) sizes.resize(grads[0].dim() - 1, 1);
+        result[2] = grads[0].sum_to_size(sizes).view(bias->sizes());
+        return result;
+      }
       const auto shape = data["shape"].toIntVector();
       const double eps = data["eps"].toDouble();
       const auto g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grads[0], [&](const auto& t) {
@@ -76,7 +82,6 @@ struct Norm : torch::autograd::Function<Norm> {
     if (!x.defined()) x = shape_of(data["sizes"].toIntVector(), grads[0].strides(), grads[0].options());
     std::vector<Tensor> g;
     {
-      // PyTorch's derivatives of these exist for some only: all are refused.
       at::AutoDispatchBelowADInplaceOrView below;
       std::tuple<Tensor, Tensor, Tensor> found;
       if (groups == 0) {
@@ -90,7 +95,6 @@ struct Norm : torch::autograd::Function<Norm> {
       }
       g = {std::get<0>(found), std::get<1>(found), std::get<2>(found)};
     }
-    g = kept.refuse_double_backward(std::move(g), groups == 0 ? "layer_norm" : "group_norm", grads[0]);
     for (int i = 0; i < 3; ++i)
       if (want[i]) result[i] = g[i];
     return result;

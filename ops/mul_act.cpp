@@ -52,27 +52,33 @@ std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::
   return sums.view(sizes).sum_to_size(scale_sizes);
 }
 
-Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
-  if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
-  const int64_t dims = grad.dim();
-  // An unusual broadcast: by PyTorch's ops.
-  const auto acc = acc_type(grad.scalar_type());
+// `activated`, detached, in acc_type.
+Tensor activated_again(const Source& s, const Act& act) {
+  at::NoGradGuard no_grad;
+  const auto acc = acc_type(s.input.scalar_type());
   Tensor pre = s.input.to(acc);
   if (s.mean) {
-    std::vector<int64_t> sizes(dims, 1);
-    sizes[1] = grad.size(1);
+    std::vector<int64_t> sizes(pre.dim(), 1);
+    sizes[1] = pre.size(1);
     const auto vector = [&](const Tensor& t) { return t.to(acc).view(sizes); };
     pre = (pre - vector(*s.mean)) * vector(*s.invstd);
     if (s.weight) pre = pre * vector(*s.weight);
     if (s.bias) pre = pre + vector(*s.bias);
   }
-  return (aten_act(pre, act) * grad.to(acc)).sum_to_size(scale_sizes);
+  return aten_act(pre, act);
+}
+
+Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
+  if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
+  // An unusual broadcast: by PyTorch's ops.
+  const Tensor activated = activated_again(s, act);
+  return (activated * grad.to(activated.scalar_type())).sum_to_size(scale_sizes);
 }
 
 struct MulAct : torch::autograd::Function<MulAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input,
                         const OptTensor& weight, const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd,
-                        const Act& act, const std::string& name, bool from_second) {
+                        const Act& act, bool from_second) {
     ctx->set_materialize_grads(false);
     const bool want_activated = activated.requires_grad(), want_scale = scale.requires_grad();
     const auto source = [&](const OptTensor& t) { return want_scale ? value_or_undefined(t) : Tensor(); };
@@ -80,36 +86,38 @@ struct MulAct : torch::autograd::Function<MulAct> {
     keeper.add(want_activated ? scale : Tensor());
     keeper.add(source(input));
     for (const OptTensor* t : {&weight, &bias, &mean, &invstd}) keeper.add(source(*t), /*always_itself=*/true);
+    keeper.add_copy(Tensor(), activated);
     keeper.save(ctx);
     ctx->saved_data["scale_sizes"] = scale.sizes();
     save_act(ctx, act);
-    ctx->saved_data["name"] = name;
     return from_second ? at::mul(scale, activated) : at::mul(activated, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(10);
+    variable_list result(9);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     auto& data = ctx->saved_data;
     const SavedTensors kept(ctx);
-    std::vector<Tensor> g(2);
-    {
-      at::NoGradGuard no_grad;
-      if (ctx->needs_input_grad(1))
-        g[1] = scale_grad(grad, {kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])},
-                          data["scale_sizes"].toIntVector(), saved_act(ctx))
-                   .to(grad.scalar_type());
-      if (ctx->needs_input_grad(0)) g[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
+    if (ctx->needs_input_grad(1)) {
+      const Act act = saved_act(ctx);
+      const auto sizes = data["scale_sizes"].toIntVector();
+      const auto source = [&] {
+        at::NoGradGuard no_grad;
+        return Source{kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])};
+      }();
+      result[1] =
+          at::GradMode::is_enabled()
+              ? (kept.in_graph(6, activated_again(source, act)).to(grad.scalar_type()) * grad).sum_to_size(sizes)
+              : scale_grad(grad, source, sizes, act).to(grad.scalar_type());
     }
-    g = kept.refuse_double_backward(std::move(g), data["name"].toStringRef().c_str(), grad);
-    result[0] = g[0], result[1] = g[1];
+    if (ctx->needs_input_grad(0)) result[0] = only_ours(grad) ? Tensor(grad).mul_(kept[0]) : at::mul(grad, kept[0]);
     return result;
   }
 };
 
-Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, const char* name,
-           RecomputeArgument recompute, int64_t in_place) {
+Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, RecomputeArgument recompute,
+           int64_t in_place) {
   const bool from_second = in_place == kSecond || in_place == kNewFromSecond;
   const auto product = [from_second](const Tensor& a, const Tensor& b) {
     return from_second ? at::mul(b, a) : at::mul(a, b);
@@ -133,8 +141,7 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
           (!*t || ((*t)->dim() == 1 && (*t)->numel() == activated.size(1) && (*t)->device() == activated.device()));
   }
   if (!usable) return in_target_strides(product(activated, scale), activated, scale, in_place);
-  const Tensor made =
-      MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, std::string(name), from_second);
+  const Tensor made = MulAct::apply(activated, scale, s.input, s.weight, s.bias, s.mean, s.invstd, act, from_second);
   const Tensor out = in_target_strides(made, activated, scale, in_place);
   offer(out, from_second ? std::vector<Tensor>{scale, activated} : std::vector<Tensor>{activated, scale},
         multiply_again, recompute);
@@ -143,14 +150,13 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
 
 Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
                at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
-  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), "mul_act", recompute, in_place);
+  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), recompute, in_place);
 }
 
 Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
                           const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
                           at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
-  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), "mul_batch_norm_act",
-             recompute, in_place);
+  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), recompute, in_place);
 }
 
 }  // namespace

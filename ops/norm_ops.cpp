@@ -123,6 +123,70 @@ std::array<Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::
   return {x, w, bias, pre};
 }
 
+// A number a channel as a tensor that broadcasts over x.
+static Tensor over_channels(const Tensor& t, int64_t dim) {
+  std::vector<int64_t> sizes(dim, 1);
+  sizes[1] = t.numel();
+  return t.view(sizes);
+}
+
+Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                       const Tensor& invstd, bool training, double eps, const OptTensor& other, const Act& act) {
+  Tensor normed;
+  if (training) {
+    normed = at::batch_norm(input, weight, bias, {}, {}, true, 0, eps, at::globalContext().userEnabledCuDNN());
+  } else {
+    const auto dtype = mean.scalar_type();
+    normed = (input.to(dtype) - over_channels(mean, input.dim())) * over_channels(invstd, input.dim());
+    if (weight) normed = normed * over_channels(weight->to(dtype), input.dim());
+    if (bias) normed = normed + over_channels(bias->to(dtype), input.dim());
+    normed = normed.to(input.scalar_type());
+  }
+  return aten_act(other ? normed + *other : normed, act);
+}
+
+std::array<Tensor, 4> differentiable_norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
+  Act rest = act;
+  Tensor grad = b.grad;
+  if (b.mask) {  // of two values, the activation's derivative is a factor
+    NormBackward ones = b;
+    ones.grad = at::ones_like(grad);
+    ones.overwrite_grad = false;
+    grad = grad * norm_backward(ones, act, {false, false, false, true})[3];
+    rest = Act{ActKind::identity};
+  }
+  const bool identity = rest.kind == ActKind::identity;
+  std::array<Tensor, 4> g;
+  if (identity && want[3]) g[3] = grad;
+  const std::array<bool, 4> through = {want[0], want[1], want[2], want[3] && !identity};
+  if (std::none_of(through.begin(), through.end(), [](bool w) { return w; })) return g;
+  if (b.input) {
+    // What the gradients don't depend on may not have been kept.
+    const auto or_any = [&](const OptTensor& t, bool wanted, at::ScalarType dtype) {
+      return t || !wanted ? value_or_undefined(t) : at::ones_like(b.mean, dtype);
+    };
+    const auto found =
+        differentiable_gradients({*b.input, or_any(b.weight, want[1], b.weight_dtype),
+                                  or_any(b.bias, want[2], b.bias_dtype), value_or_undefined(b.other)},
+                                 through, grad, [&](const auto& t) {
+                                   return norm_by_pytorch(t[0], optional(t[1]), optional(t[2]), b.mean, b.invstd,
+                                                          b.training, b.eps, optional(t[3]), rest);
+                                 });
+    for (int i : {0, 1, 2}) g[i] = found[i];
+    if (through[3]) g[3] = found[3];
+    return g;
+  }
+  // In evaluation, and for the bias alone, the input is not read.
+  const Tensor wide = grad.to(b.mean.scalar_type());
+  if (want[0]) {
+    Tensor scale = b.invstd;
+    if (b.weight) scale = scale * b.weight->to(scale.scalar_type());
+    g[0] = (wide * over_channels(scale, grad.dim())).to(grad.scalar_type());
+  }
+  if (want[2]) g[2] = wide.sum_to_size(over_channels(b.mean, grad.dim()).sizes()).view({-1}).to(b.bias_dtype);
+  return g;
+}
+
 int64_t dtype_of(const OptTensor& t) { return t && t->defined() ? static_cast<int64_t>(t->scalar_type()) : 0; }
 
 Tensor in_dtype(const Tensor& grad, const at::IValue& dtype) {

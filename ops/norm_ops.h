@@ -58,8 +58,19 @@ struct NormBackward {
   OptTensor other, mask;
   bool training, channels_last;
   bool overwrite_grad = false;  // grad's memory may be taken for a result
+  double eps = 0;               // differentiable_norm_backward() reads it, and these dtypes
+  at::ScalarType weight_dtype = at::kFloat, bias_dtype = at::kFloat;
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
+
+// The same under create_graph: gradients that can be differentiated again, those of weight and bias in their dtypes.
+std::array<at::Tensor, 4> differentiable_norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
+
+// The same by PyTorch's operators, for gradients that are differentiated again. mean, invstd: the statistics of an
+// evaluation, which in training are not read.
+at::Tensor norm_by_pytorch(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                           const at::Tensor& mean, const at::Tensor& invstd, bool training, double eps,
+                           const OptTensor& other, const Act& act);
 
 // Whether our kernels take these operands; else PyTorch's ops are composed, which also raise their own errors.
 bool norm_usable(const at::Tensor& input, const BatchNormArgs& bn, const OptTensor& other, const Act& act);
@@ -117,9 +128,9 @@ at::Tensor in_dtype(const at::Tensor& grad, const at::IValue& dtype);
 // or of the last dimension, tensors dense in one format and no double backward; else nothing. In mul_act.cpp.
 std::optional<at::Tensor> sum_of_product(const at::Tensor& grad, const at::Tensor& x, at::IntArrayRef sizes);
 
-// act(batch_norm(input)) for the operator of this name, by which errors call it.
+// act(batch_norm(input)).
 at::Tensor batch_norm_act(const at::Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
-                          const char* name, RecomputeArgument recompute);
+                          RecomputeArgument recompute);
 
 // The operator tsmem::group_norm. In layer_norm.cpp.
 at::Tensor group_norm(const at::Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias,

@@ -79,7 +79,6 @@ struct Prelu : torch::autograd::Function<Prelu> {
     const auto [of_x, of_weight] = at::_prelu_kernel_backward(grad, x, broadcast);
     if (want[0]) g[0] = of_x;
     if (want[1]) g[1] = of_weight.sum_to_size(broadcast.sizes()).view(weight.sizes());
-    if (kept.any_made()) g = kept.refuse_double_backward(std::move(g), "prelu", grad);
     return g;
   }
 };

@@ -14,6 +14,7 @@
 
 #include "common.h"
 #include "recompute_argument.h"
+#include "torch_version.h"
 
 namespace tsmem {
 
@@ -107,17 +108,28 @@ at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceT
 // The recipe of a product.
 at::Tensor multiply_again(std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
+// Which node's output a tensor is, where what is kept is not the tensor itself. The nodes of operands live as long as
+// the node that keeps this.
+struct GraphPlace {
+  WeakNodePtr node{NodePtr()};
+  uint32_t output = 0;
+  bool known = false;  // else the tensor itself is kept
+};
+
 // What a node keeps, in forward: add() the tensors in order, then save().
 class Keeper {
  public:
   // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
+  // Keeps `copy`, or nothing, of one of the node's operands, whose place in the graph backward can give it.
+  void add_copy(const at::Tensor& copy, const at::Tensor& operand);
   // The node's place in forward. soon: what others make again is held for it where it comes soon after them.
   int64_t save(torch::autograd::AutogradContext* ctx, bool soon = true);
 
  private:
   std::vector<at::Tensor> leaves_;
   std::vector<RecipePtr> recipes_;  // one a slot; null: the tensor itself
+  std::vector<GraphPlace> graph_;   // one a slot
 };
 
 // The other end, in backward. Unpacks everything once, which raises PyTorch's errors for freed graphs and for tensors
@@ -129,16 +141,19 @@ class SavedTensors {
   SavedTensors(const SavedTensors&) = delete;
   SavedTensors& operator=(const SavedTensors&) = delete;
   // Tensor number `slot` of those added; undefined where that was. One that is recomputed is made at every call, unless
-  // it is held for others.
+  // it is held for others. Under create_graph it has the place in the graph that the tensor had in forward.
   at::Tensor operator[](size_t slot) const;
+  // The same place for `value`, which is that tensor computed in another way.
+  at::Tensor in_graph(size_t slot, const at::Tensor& value) const;
   // f(first row, rows) for the rows of tensor `slot` as a matrix of its last dimension, in order: all at once, or,
-  // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there.
+  // where they can be made a few at a time, in blocks that stay in cache, so that the whole is never there. Under
+  // create_graph all at once.
   void by_rows(size_t slot, const std::function<void(int64_t first, const at::Tensor& rows)>& f) const;
-  // The operands of tensor `slot`, where it has that form and is not held as a whole; else none.
+  // The operands of tensor `slot`, where it has that form and is not held as a whole; else none. None under
+  // create_graph.
   std::vector<at::Tensor> operands_of(size_t slot, Form form) const;
-  // Whether operator[] makes it: then it's detached from the graph.
+  // Whether operator[] makes it.
   bool made(size_t slot) const;
-  bool any_made() const;
   // refuse_double_backward() for gradients that depend on what is kept and on `grad`.
   std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op,
                                                  const at::Tensor& grad) const;
@@ -146,6 +161,7 @@ class SavedTensors {
  private:
   std::vector<at::Tensor> leaves_;
   std::vector<RecipePtr> recipes_;
+  std::vector<GraphPlace> graph_;
   int64_t user_ = 0;                                               // the node's place in forward
   std::vector<size_t> first_;                                      // of each slot: its first leaf
   std::vector<std::unordered_map<const Recipe*, size_t>> places_;  // and that of each recipe that it is made by

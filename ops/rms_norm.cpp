@@ -43,6 +43,14 @@ std::pair<Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, i
   return {out, inverse};
 }
 
+// The same output by operators that can be differentiated twice.
+Tensor composed(const Tensor& x, const Tensor& weight, int64_t columns, double eps) {
+  const Tensor rows = as_matrix(x, columns).to(acc_type(x.scalar_type()));
+  Tensor normal = rows * (rows.pow(2).mean({-1}, /*keepdim=*/true) + eps).rsqrt();
+  if (weight.defined()) normal = normal * weight.reshape({columns});
+  return normal.view(x.sizes()).to(x.scalar_type());
+}
+
 struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
     ctx->set_materialize_grads(false);
@@ -54,6 +62,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["columns"] = columns;
+    data["eps"] = eps;
     if (weight) data["shape"] = weight->sizes();
     data["dtype"] = dtype_of(weight);
     return out;
@@ -67,10 +76,19 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
     auto& data = ctx->saved_data;
     const int64_t columns = data["columns"].toInt();
     const bool want_x = ctx->needs_input_grad(0), want_weight = data.count("shape") && ctx->needs_input_grad(1);
+    if (at::GradMode::is_enabled()) {
+      Tensor weight = kept[1];
+      if (want_weight && !weight.defined()) weight = at::ones(data["shape"].toIntVector(), kept[2].options());
+      const double eps = data["eps"].toDouble();
+      const auto g = differentiable_gradients({kept[0], weight}, std::array<bool, 2>{want_x, want_weight}, grads[0],
+                                              [&](const auto& t) { return composed(t[0], t[1], columns, eps); });
+      result[0] = g[0];
+      result[1] = in_dtype(g[1], data["dtype"]);
+      return result;
+    }
     const bool overwrite = only_ours(grads[0]) && grads[0].is_contiguous();
     std::vector<Tensor> g(2);
     {
-      at::NoGradGuard no_grad;
       const Tensor x = kept[0], inverse = kept[2];
       const auto dtype = inverse.scalar_type();
       const Tensor rows = as_matrix(x, columns), dy = as_matrix(grads[0], columns);
@@ -89,7 +107,6 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
       });
       if (want_weight) g[1] = in_dtype(g[1], data["dtype"]).view(data["shape"].toIntVector());
     }
-    g = kept.refuse_double_backward(std::move(g), "rms_norm", grads[0]);
     if (want_x) result[0] = g[0];
     if (want_weight) result[1] = g[1];
     return result;

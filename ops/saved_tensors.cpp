@@ -19,6 +19,7 @@ struct Version {
 
 struct Program : torch::CustomClassHolder {
   std::vector<RecipePtr> recipes;
+  std::vector<GraphPlace> graph;
   int64_t user = 0;                   // the node's place in this thread's forward
   std::shared_ptr<Journal*> journal;  // none: forward was not noted
   int at = 0;                         // in the journal
@@ -26,6 +27,19 @@ struct Program : torch::CustomClassHolder {
 };
 
 }  // namespace
+
+// Nowhere where no gradient flows through it.
+static GraphPlace place_of(const Tensor& t) {
+  if (!t.requires_grad()) return {};
+  const auto edge = torch::autograd::impl::gradient_edge(t);
+  return {WeakNodePtr(edge.function), edge.input_nr, true};
+}
+
+void Keeper::add_copy(const Tensor& copy, const Tensor& operand) {
+  leaves_.push_back(copy);
+  recipes_.push_back(nullptr);
+  graph_.push_back(place_of(operand));
+}
 
 void Keeper::add(const Tensor& t, bool always_itself) {
   if (Journal* now = t.defined() ? noting() : nullptr)
@@ -39,12 +53,14 @@ void Keeper::add(const Tensor& t, bool always_itself) {
         leaves_.push_back(std::move(l));
       }
       recipes_.push_back(std::move(recipe));
+      graph_.push_back(place_of(t));
       return;
     }
     mark_kept(t);
   }
   leaves_.push_back(t);
   recipes_.push_back(nullptr);
+  graph_.emplace_back();
 }
 
 // Under the recipe's lock. Nearly always in order: forks of one graph count apart.
@@ -55,6 +71,7 @@ static void add_user(const Recipe& recipe, int64_t user) {
 int64_t Keeper::save(torch::autograd::AutogradContext* ctx, bool soon) {
   auto program = c10::make_intrusive<Program>();
   program->recipes = std::move(recipes_);
+  program->graph = std::move(graph_);
   static thread_local int64_t users = 0;
   program->user = ++users;
   Visited visited;
@@ -138,6 +155,7 @@ SavedTensors::SavedTensors(torch::autograd::AutogradContext* ctx) {
   const auto program = c10::static_intrusive_pointer_cast<Program>(ctx->saved_data["kept"].toCapsule());
   leaves_ = unpack(ctx, *program);
   recipes_ = program->recipes;
+  graph_ = program->graph;
   user_ = program->user;
   size_t at = 0;
   for (const RecipePtr& r : recipes_) {
@@ -161,14 +179,27 @@ SavedTensors::~SavedTensors() {
 }
 
 Tensor SavedTensors::operator[](size_t slot) const {
-  if (!recipes_[slot]) return leaves_[first_[slot]];
-  const Below below;
-  return make_again(recipes_[slot], leaves_.data(), places_[slot], user_);
+  if (!recipes_[slot]) return in_graph(slot, leaves_[first_[slot]]);
+  const auto make = [&] {
+    const Below below;
+    return make_again(recipes_[slot], leaves_.data(), places_[slot], user_);
+  };
+  return in_graph(slot, make());
+}
+
+Tensor SavedTensors::in_graph(size_t slot, const Tensor& value) const {
+  const GraphPlace& place = graph_[slot];
+  if (!at::GradMode::is_enabled() || !place.known || !value.defined()) return value;
+  auto node = place.node.lock();
+  TORCH_CHECK_NOT_IMPLEMENTED(node, "tsmem: second derivatives need a part of the graph that has gone");
+  Tensor placed = value.detach();  // what was made may be held for others
+  torch::autograd::impl::set_gradient_edge(placed, {std::move(node), place.output});
+  return placed;
 }
 
 std::vector<Tensor> SavedTensors::operands_of(size_t slot, Form form) const {
   const RecipePtr& recipe = recipes_[slot];
-  if (!recipe || recipe->form != form) return {};
+  if (!recipe || recipe->form != form || at::GradMode::is_enabled()) return {};
   const Below below;
   return operands_again(*recipe, leaves_.data(), places_[slot], user_, 1);
 }
@@ -222,7 +253,7 @@ MakeRows rows_of(const RecipePtr& recipe, const Tensor* leaves, const Visited& f
 
 void SavedTensors::by_rows(size_t slot, const std::function<void(int64_t, const Tensor&)>& f) const {
   const RecipePtr& recipe = recipes_[slot];
-  if (!recipe || recipe->rows != Rows::own || recipe->columns == 0 || held(*recipe)) {
+  if (!recipe || recipe->rows != Rows::own || recipe->columns == 0 || at::GradMode::is_enabled() || held(*recipe)) {
     const Tensor whole = (*this)[slot];
     return f(0, whole.reshape({-1, whole.size(-1)}));
   }
@@ -248,10 +279,6 @@ std::vector<Tensor> SavedTensors::refuse_double_backward(std::vector<Tensor> gra
   std::vector<Tensor> sources = leaves_;
   sources.push_back(grad);
   return tsmem::refuse_double_backward(std::move(grads), op, sources);
-}
-
-bool SavedTensors::any_made() const {
-  return std::any_of(recipes_.begin(), recipes_.end(), [](const RecipePtr& r) { return r != nullptr; });
 }
 
 }  // namespace tsmem

@@ -12,7 +12,6 @@ if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # since torch 2.15
     MODULES[r"^nn\.LinearCrossEntropyLoss .* can't be scripted"] = "TorchScript can't compile it: the source of its options' class can't be had"
 
 OPERATORS = {
-    r"^nn\.functional\.((batch|instance)_norm|cross_entropy) .*tsmem::\w+: second derivatives are not supported": "refused by name: docs/ops.md",
     r"float64 .*: 0 seconds in place of 1$": "the first derivative is piecewise constant: PyTorch's second derivative is a tensor of zeros, ours is not there",
     r"^nn\.functional\.hardsigmoid .*float64.*: gradient 0: differs by 2\.\de-09": "TorchScript's 1/6, rounded to float64; eager mode's is rounded to float32",
     r"^nn\.functional\.batch_norm .*bfloat16 2x1 1 1 1 1: gradient 0: differs by 0\.00(15|095)": "a batch of two numbers, whose gradient is 1e-7: ours has it, PyTorch's rounding error is 1e-3, by what numbers a version's samples draw",

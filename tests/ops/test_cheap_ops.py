@@ -395,15 +395,6 @@ def test_a_small_source_is_held():
     torch.testing.assert_close(torch.autograd.grad(f(), x)[0], torch.autograd.grad(expected, x)[0])
 
 
-def test_second_derivatives_of_what_is_recomputed_are_refused():
-    x = data(64, 128).requires_grad_()
-    y = torch.ops.tsmem.exp(torch.ops.tsmem.act(x, "silu", [], 1), 1)
-    z = torch.ops.tsmem.square(y, 1)
-    (g,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
-        g.sum().backward()
-
-
 @pytest.mark.parametrize("name", ["exp", "sub.Tensor", "div.Tensor", "pow.Tensor_Scalar", "rsqrt", "clamp", "index_select"])
 def test_vmap(name):
     args = CASES[name][0]

@@ -380,14 +380,6 @@ def test_source_changed_in_place():
         torch.autograd.grad(out.sum(), p[0])
 
 
-def test_second_derivatives_are_refused_by_name():
-    p = parameters()
-    z = ops.batch_norm_act(conv(torch.randn(2, 8, 16, 16, dtype=torch.float64), p[0]), p[1], p[2], *BN, "relu", [], True)
-    (g,) = torch.autograd.grad(conv(z, p[3]).square().sum(), p[3], create_graph=True)
-    with pytest.raises(NotImplementedError, match="tsmem::convolution: second derivatives"):
-        torch.autograd.grad(g.sum(), p[0])
-
-
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_under_torch_checkpoint(reentrant):
     from torch.utils.checkpoint import checkpoint
@@ -558,14 +550,9 @@ def test_layer_and_group_norm(affine, dtype):
         wanted = [t for t in (x, w, b) if t is not None]
         for a, e in zip(*(torch.autograd.grad(o, wanted, cotangent, retain_graph=True) for o in outs)):
             assert torch.equal(a, e)
-        if dtype == torch.float64:  # second derivatives: not through an input that was recomputed
+        if dtype == torch.float64:
             inputs = [x, *(t for t in (w, b) if t is not None)]
             assert torch.autograd.gradgradcheck(lambda x, w=None, b=None: op(x, argument, w, b, 1e-5, True, True), inputs)  # noqa: B023
-    big = torch.randn(2, 64, 32, dtype=dtype, requires_grad=True)
-    for op, argument in ((ops.layer_norm, [32]), (ops.group_norm, 4)):
-        (g,) = torch.autograd.grad(op(ops.add(big, big, 1, 1), argument, None, None, 1e-5, True, True).sum(), big, create_graph=True)
-        with pytest.raises(NotImplementedError, match=f"tsmem::{op.__name__}: second derivatives"):
-            g.sum().backward()
 
 
 @pytest.mark.parametrize("name", ("gelu", "gelu_tanh", "silu", "softplus", "mish", "elu", "relu", "tanh"))
@@ -1070,13 +1057,15 @@ def test_expensive_under_saved_tensor_hooks():
     assert_equal(torch.autograd.grad(out.sum(), p[0]), torch.autograd.grad(ops.act(expensive(x, p[0], 0), "silu", [], 0).sum(), p[0]))
 
 
-def test_expensive_second_derivatives_are_refused_by_name():
+def test_expensive_second_derivatives():
     p, x = parameters(), torch.randn(*MANY, dtype=torch.float64, requires_grad=True)
-    out = expensive(ops.act(expensive(x, p[0], 1), "silu", [], 1), p[3], 1)
-    (g,) = torch.autograd.grad(out.square().sum(), p[3], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(g.sum(), p[0])
-    # Nothing is recomputed for a convolution alone, which is differentiable as ever.
+    found = []
+    for again in (0, 1):
+        out = expensive(ops.act(expensive(x, p[0], again), "silu", [], again), p[3], again)
+        (g,) = torch.autograd.grad(out.square().sum(), p[3], create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum(), (x, p[0], p[3])))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     small = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 5, 5), (2, 2, 3, 3))]
     assert torch.autograd.gradgradcheck(lambda x, w: expensive(x, w, 1), small)
 
