@@ -153,9 +153,8 @@ struct Refuse : torch::autograd::Function<Refuse> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "tsmem::", ctx->saved_data["op"].toStringRef(),
-        ": second derivatives are not supported; skip its pattern, or restore the original");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "tsmem::", ctx->saved_data["op"].toStringRef(),
+                                ": second derivatives are not supported; skip its pattern, or restore the original");
   }
 };
 }  // namespace
@@ -176,9 +175,9 @@ std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, co
   return grads;
 }
 
-std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
-                                                 const at::Tensor& grad,
-                                                 const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f) {
+std::vector<at::Tensor> differentiable_gradients(
+    const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want, const std::vector<at::Tensor>& grads,
+    const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& f) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // Views cut the operands off from one another, where one is made from another, and from their hooks.
   std::vector<at::Tensor> cut, wanted;
@@ -190,11 +189,25 @@ std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& 
       cut.push_back(want[i] && !t.requires_grad() ? t.detach().requires_grad_() : t.view_as(t));
     if (want[i]) wanted.push_back(cut[i]);
   }
-  const auto found = torch::autograd::grad({f(cut)}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true);
+  const auto results = f(cut);
+  std::vector<at::Tensor> outputs, given;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].defined()) continue;
+    outputs.push_back(results[i]);
+    given.push_back(grads[i]);
+  }
+  const auto found = torch::autograd::grad(outputs, wanted, given, /*retain_graph=*/true, /*create_graph=*/true);
   std::vector<at::Tensor> all(operands.size());
   for (size_t i = 0, next = 0; i < operands.size(); ++i)
     if (want[i]) all[i] = found[next++];
   return all;
+}
+
+std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
+                                                 const at::Tensor& grad,
+                                                 const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f) {
+  return differentiable_gradients(operands, want, std::vector<at::Tensor>{grad},
+                                  [&](const std::vector<at::Tensor>& t) { return std::vector<at::Tensor>{f(t)}; });
 }
 
 }  // namespace tsmem

@@ -113,5 +113,9 @@ std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, co
 std::vector<at::Tensor> differentiable_gradients(const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want,
                                                  const at::Tensor& grad,
                                                  const std::function<at::Tensor(const std::vector<at::Tensor>&)>& f);
+// The same of several results, whose gradients may be undefined.
+std::vector<at::Tensor> differentiable_gradients(
+    const std::vector<at::Tensor>& operands, at::ArrayRef<bool> want, const std::vector<at::Tensor>& grads,
+    const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& f);
 
 }  // namespace tsmem

@@ -154,9 +154,6 @@ class SavedTensors {
   std::vector<at::Tensor> operands_of(size_t slot, Form form) const;
   // Whether operator[] makes it.
   bool made(size_t slot) const;
-  // refuse_double_backward() for gradients that depend on what is kept and on `grad`.
-  std::vector<at::Tensor> refuse_double_backward(std::vector<at::Tensor> grads, const char* op,
-                                                 const at::Tensor& grad) const;
 
  private:
   std::vector<at::Tensor> leaves_;

@@ -20,15 +20,54 @@ using at::TensorList;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const char* name_of(Cell cell) {
-  return cell == Cell::lstm ? "lstm" : cell == Cell::gru ? "gru" : cell == Cell::tanh ? "rnn_tanh" : "rnn_relu";
-}
-
 struct LayerArgs {
   Cell cell;
   bool biases, bidirectional;
   std::vector<int64_t> batch_sizes;  // of packed rows; else empty
 };
+
+// PyTorch's operators of networks with one state.
+template <Cell cell, class... A>
+std::tuple<Tensor, Tensor> aten_rnn(const A&... arguments) {
+  if constexpr (cell == Cell::gru)
+    return at::gru(arguments...);
+  else if constexpr (cell == Cell::tanh)
+    return at::rnn_tanh(arguments...);
+  else
+    return at::rnn_relu(arguments...);
+}
+
+// A layer's results by PyTorch's operators for packed rows: oneDNN's LSTM can't be differentiated twice.
+std::vector<Tensor> layer_by_pytorch(const Tensor& input, const Tensor& hx, const Tensor& cx, TensorList weights,
+                                     const LayerArgs& args) {
+  const bool packed = !args.batch_sizes.empty();
+  const auto sizes = packed ? args.batch_sizes : std::vector<int64_t>(input.size(0), input.size(1));
+  const Tensor batch_sizes = at::tensor(sizes, at::kLong), rows = packed ? input : input.flatten(0, 1);
+  const auto run = [&](auto f) {
+    return f(rows, batch_sizes, hx, weights, args.biases, 1, 0.0, true, args.bidirectional);
+  };
+  std::vector<Tensor> results;
+  const auto take = [&](const std::tuple<Tensor, Tensor>& r) { results = {std::get<0>(r), std::get<1>(r)}; };
+  switch (args.cell) {
+    case Cell::lstm: {
+      auto [out, hn, cn] = at::lstm(rows, batch_sizes, std::vector<Tensor>{hx, cx}, weights, args.biases, 1, 0.0, true,
+                                    args.bidirectional);
+      results = {out, hn, cn};
+      break;
+    }
+    case Cell::gru:
+      take(run([](const auto&... a) { return aten_rnn<Cell::gru>(a...); }));
+      break;
+    case Cell::tanh:
+      take(run([](const auto&... a) { return aten_rnn<Cell::tanh>(a...); }));
+      break;
+    case Cell::relu:
+      take(run([](const auto&... a) { return aten_rnn<Cell::relu>(a...); }));
+      break;
+  }
+  if (!packed) results[0] = results[0].unflatten(0, input.sizes().slice(0, 2));
+  return results;
+}
 
 struct RnnLayer : torch::autograd::Function<RnnLayer> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& hx, const OptTensor& cx,
@@ -72,11 +111,23 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     int64_t want = 0;
     for (size_t i = 0, edge = 0; i < 3 + weights; ++i)
       if (i != 2 || lstm) want |= static_cast<int64_t>(ctx->needs_input_grad(edge++)) << i;
+    const auto cell = data["cell"].toInt();
+    if (at::GradMode::is_enabled()) {
+      const LayerArgs args{static_cast<Cell>(cell), data["biases"].toBool(), data["bidirectional"].toBool(),
+                           data["batch_sizes"].toIntVector()};
+      std::vector<Tensor> operands{kept[0], kept[1], kept[2]};
+      operands.insert(operands.end(), w.begin(), w.end());
+      c10::SmallVector<bool, 16> wanted;
+      for (size_t i = 0; i < operands.size(); ++i) wanted.push_back(want >> i & 1);
+      const auto g = differentiable_gradients(operands, wanted, grads, [&](const auto& t) {
+        return layer_by_pytorch(t[0], t[1], t[2], TensorList(t).slice(3), args);
+      });
+      std::copy(g.begin(), g.end(), result.begin());
+      return result;
+    }
     // Whoever has hooks on saved tensors may hold the gates.
     if (!torch::autograd::get_current_graph_task_keep_graph() && !data["hooks"].toBool()) want |= kTakesGates;
-    const auto cell = data["cell"].toInt();
     {
-      at::NoGradGuard no_grad;
       c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       auto [dx, dh, dc, dw] =
           op(optional(grads[0]), optional(grads[1]), lstm ? optional(grads[2]) : std::nullopt, kept[0],
@@ -88,12 +139,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
       for (size_t i = 0; i < weights; ++i)
         if (want >> (3 + i) & 1) result[3 + i] = std::move(dw[i]);
     }
-    std::vector<Tensor> depend;
-    for (const Tensor& g : grads)
-      if (g.defined()) depend.push_back(g);
-    for (size_t i = 1; i < depend.size(); ++i)
-      result = tsmem::refuse_double_backward(result, name_of(Cell(cell)), {depend[i]});
-    return kept.refuse_double_backward(std::move(result), name_of(static_cast<Cell>(cell)), depend[0]);
+    return result;
   }
 };
 
@@ -223,17 +269,6 @@ Three lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx, 
   const Network n{Cell::lstm, hx.vec(), params.vec(), has_biases, num_layers, dropout, train, bidirectional};
   if (const auto r = run_packed(n, data, batch_sizes)) return {(*r)[0], (*r)[1], (*r)[2]};
   return at::lstm(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
-}
-
-// PyTorch's operators of networks with one state.
-template <Cell cell, class... A>
-Two aten_rnn(const A&... arguments) {
-  if constexpr (cell == Cell::gru)
-    return at::gru(arguments...);
-  else if constexpr (cell == Cell::tanh)
-    return at::rnn_tanh(arguments...);
-  else
-    return at::rnn_relu(arguments...);
 }
 
 template <Cell cell>

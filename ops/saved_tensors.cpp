@@ -274,11 +274,4 @@ void SavedTensors::by_rows(size_t slot, const std::function<void(int64_t, const 
 
 bool SavedTensors::made(size_t slot) const { return recipes_[slot] != nullptr; }
 
-std::vector<Tensor> SavedTensors::refuse_double_backward(std::vector<Tensor> grads, const char* op,
-                                                         const Tensor& grad) const {
-  std::vector<Tensor> sources = leaves_;
-  sources.push_back(grad);
-  return tsmem::refuse_double_backward(std::move(grads), op, sources);
-}
-
 }  // namespace tsmem

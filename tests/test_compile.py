@@ -871,6 +871,48 @@ def test_a_context_inside_is_not_lost():
     torch.testing.assert_close(second[1], second[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("model", [Net, Tied, Loop, GraphBreak, UnusedNorm], ids=lambda m: m.__name__)
+def test_gradient_penalty(model):
+    """Training by gradients that are differentiated again, through what backward makes again."""
+    net = model().double()
+    reference = copy.deepcopy(net)
+
+    def steps(module, call):
+        results, optimizer = [], torch.optim.Adam(module.parameters(), 1e-3)
+        for i in range(3):
+            torch.manual_seed(i)
+            x = SMALL.double().requires_grad_()
+            out = call(x)
+            (g,) = torch.autograd.grad(out.square().mean(), x, create_graph=True)
+            optimizer.zero_grad()
+            (out.mean() + (g.flatten(1).norm(dim=1) - 1).square().mean()).backward()
+            results += [out.detach(), g.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            optimizer.step()
+        return results
+
+    expected = steps(reference, reference)
+    for a, e in zip(steps(net, compiled(net)), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+
+
+def test_learning_to_learn():
+    """A step of an inner loop is differentiated by the outer one, as MAML's."""
+    net = Net().double().eval()
+    x = SMALL.double()
+    parameters = {k: p for k, p in net.named_parameters()}
+
+    def outer(call):
+        inner = call(parameters, x).square().mean()
+        gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+        moved = {k: p - 0.1 * g for (k, p), g in zip(parameters.items(), gradients)}
+        return torch.autograd.grad(call(moved, x).square().mean(), list(parameters.values()))
+
+    expected = outer(lambda p, x: torch.func.functional_call(net, p, (x,)))
+    function = compiled(lambda p, x: torch.func.functional_call(net, p, (x,)))
+    for a, e in zip(outer(function), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+
+
 def test_module_paths_of_one_of_several_graphs(caplog):
     """The other graphs run as they are; a path that none has is told, and raises where strict is set."""
     with caplog.at_level(logging.INFO, "tsmem"):
