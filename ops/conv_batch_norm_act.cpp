@@ -86,8 +86,13 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
     // Where all that the output depends on is kept, by operators that can be differentiated again.
-    const bool whole = saved[0].defined() && saved[1].defined() && !saved[8].defined();
-    if (at::GradMode::is_enabled() && whole) {
+    if (at::GradMode::is_enabled() && saved[0].defined() && saved[1].defined()) {
+      const bool masked = saved[8].defined();
+      NormBackward norm{grad, {}, optional(saved[4]), {}, saved[6], saved[7], {}, optional(saved[8])};
+      norm.training = data["training"].toBool();
+      norm.channels_last = data["channels_last"].toBool();
+      const Tensor before = masked ? gradient_before_masked(norm, act) : grad;
+      const Act rest = masked ? Act{ActKind::identity} : act;
       const auto or_any = [&](const Tensor& t, bool wanted, const char* dtype) {
         return t.defined() || !wanted ? t : at::ones_like(saved[6], static_cast<at::ScalarType>(data[dtype].toInt()));
       };
@@ -97,9 +102,9 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
       const auto g = differentiable_gradients(
           {saved[0], saved[1], conv_bias, or_any(saved[4], want[3], "weight_dtype"),
            or_any(saved[5], want[4], "bias_dtype")},
-          want, grad, [&](const auto& t) {
+          want, before, [&](const auto& t) {
             return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])), optional(t[3]), optional(t[4]), saved[6],
-                                   saved[7], data["training"].toBool(), data["eps"].toDouble(), {}, act);
+                                   saved[7], data["training"].toBool(), data["eps"].toDouble(), {}, rest);
           });
       std::copy(g.begin(), g.end(), result.begin());
       return result;

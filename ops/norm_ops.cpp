@@ -145,14 +145,18 @@ Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTe
   return aten_act(other ? normed + *other : normed, act);
 }
 
+Tensor gradient_before_masked(const NormBackward& b, const Act& act) {
+  NormBackward ones = b;
+  ones.grad = at::ones_like(b.grad);
+  ones.overwrite_grad = false;
+  return b.grad * norm_backward(ones, act, {false, false, false, true})[3];
+}
+
 std::array<Tensor, 4> differentiable_norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want) {
   Act rest = act;
   Tensor grad = b.grad;
-  if (b.mask) {  // of two values, the activation's derivative is a factor
-    NormBackward ones = b;
-    ones.grad = at::ones_like(grad);
-    ones.overwrite_grad = false;
-    grad = grad * norm_backward(ones, act, {false, false, false, true})[3];
+  if (b.mask) {
+    grad = gradient_before_masked(b, act);
     rest = Act{ActKind::identity};
   }
   const bool identity = rest.kind == ActKind::identity;

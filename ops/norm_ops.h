@@ -63,7 +63,11 @@ struct NormBackward {
 };
 std::array<at::Tensor, 4> norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
-// The same under create_graph: gradients that can be differentiated again, those of weight and bias in their dtypes.
+// The gradient before an activation of which b has the bits, whose derivative is a factor that depends on nothing else:
+// it can be differentiated again.
+at::Tensor gradient_before_masked(const NormBackward& b, const Act& act);
+
+// All of them under create_graph: gradients that can be differentiated again, those of weight and bias in their dtypes.
 std::array<at::Tensor, 4> differentiable_norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
 // The same by PyTorch's operators, for gradients that are differentiated again. mean, invstd: the statistics of an

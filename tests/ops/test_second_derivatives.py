@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import tsmem  # noqa: F401  loads the operators
 from op_checks import live_bytes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ops = torch.ops.tsmem
 SDPA = F.scaled_dot_product_attention
@@ -42,6 +43,7 @@ def numbers(*shapes):
 
 # Name: leaves, ours (of `again` and the leaves), PyTorch's. The first leaf is a silu's input, whose output is made again.
 def cases():
+    torch.manual_seed(0)
     found = {}
     for training, kind in itertools.product((True, False), ("relu", "silu", "identity", "leaky_relu")):
         args = [0.1] if kind == "leaky_relu" else []
@@ -168,6 +170,11 @@ def twice(f, leaves, seed=1):
     return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted, allow_unused=True)]
 
 
+def by_pytorch(f, leaves):
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's other operator has no second derivatives
+        return twice(lambda x, *rest: f(F.silu(x), *rest), leaves)
+
+
 def close(own, pytorch):
     for a, e in zip(own, pytorch, strict=True):
         # Where PyTorch has zeros, nothing may depend on it here.
@@ -185,7 +192,9 @@ def test_as_pytorchs(name):
     # All operands that need gradients, and all but one of them.
     some = [tuple(i != k for i in range(len(leaves))) for k in range(len(leaves))]
     for needs in [(True,) * len(leaves), *some]:
-        want = twice(lambda x, *rest: pytorch(F.silu(x), *rest), fresh(leaves, needs))
+        if name.startswith("convolution, batch norm") and not (needs[0] and needs[1]):
+            continue  # refused by name: test_norm.py
+        want = by_pytorch(pytorch, fresh(leaves, needs))
         for again in WAYS:
             close(twice(lambda x, *rest: ours(again, ops.act(x, "silu", [], again), *rest), fresh(leaves, needs)), want)  # noqa: B023
 
@@ -195,14 +204,15 @@ def test_channels_last_and_float32(name):
     """Another layout gives the same numbers, float32 gives them roughly."""
     leaves, ours, pytorch = CASES[name]
     last = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves]
-    want = twice(lambda x, *rest: pytorch(F.silu(x), *rest), fresh(leaves))
+    want = by_pytorch(pytorch, fresh(leaves))
     close(twice(lambda x, *rest: ours(1, ops.act(x, "silu", [], 1), *rest), fresh(last)), want)
     single = fresh([t.float() for t in leaves])
     got = twice(lambda x, *rest: ours(1, ops.act(x, "silu", [], 1), *rest), single)
+    largest = max(float(w.detach().abs().max()) for w in want)  # some are zero but for their rounding
     for g, w in zip(got, want, strict=True):
         if g is not None:
             assert g.dtype == torch.float32
-            torch.testing.assert_close(g, w.float(), rtol=1e-2, atol=1e-3 * float(w.abs().max()) + 1e-5)
+            torch.testing.assert_close(g, w.float(), rtol=1e-2, atol=1e-4 * largest)
 
 
 def test_hooks_run_once_and_paths_are_counted_once():
