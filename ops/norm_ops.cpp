@@ -132,15 +132,18 @@ static Tensor over_channels(const Tensor& t, int64_t dim) {
 
 Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                        const Tensor& invstd, bool training, double eps, const OptTensor& other, const Act& act) {
+  const auto dtype = mean.scalar_type();
+  const bool cudnn = at::globalContext().userEnabledCuDNN();
   Tensor normed;
   if (training) {
-    normed = at::batch_norm(input, weight, bias, {}, {}, true, 0, eps, at::globalContext().userEnabledCuDNN());
+    normed = at::batch_norm(input, weight, bias, {}, {}, true, 0, eps, cudnn);
   } else {
-    const auto dtype = mean.scalar_type();
-    normed = (input.to(dtype) - over_channels(mean, input.dim())) * over_channels(invstd, input.dim());
-    if (weight) normed = normed * over_channels(weight->to(dtype), input.dim());
-    if (bias) normed = normed + over_channels(bias->to(dtype), input.dim());
-    normed = normed.to(input.scalar_type());
+    // All in the statistics' dtype, which 16-bit parameters are not.
+    const auto wide = [&](const OptTensor& t) { return t ? OptTensor(t->to(dtype)) : t; };
+    const bool narrow = (weight && weight->scalar_type() != dtype) || (bias && bias->scalar_type() != dtype);
+    normed = at::batch_norm(narrow ? input.to(dtype) : input, wide(weight), wide(bias), mean, invstd.pow(-2), false, 0,
+                            /*eps=*/0, cudnn)
+                 .to(input.scalar_type());
   }
   return aten_act(other ? normed + *other : normed, act);
 }

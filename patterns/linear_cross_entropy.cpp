@@ -14,6 +14,7 @@ Pattern linear_cross_entropy() {
                 "the logits have no other user but for their sizes; nothing writes to x later; the loss is a mean or a "
                 "sum over classes (else both run by themselves)",
             .for_regions = true,
+            .differentiable_once = true,
             .rules = {}};
   struct Step {
     std::string line, from, arguments;  // the logits' name after it, and what the op is told of it

@@ -32,12 +32,13 @@ struct Rule {
 };
 
 struct Pattern {
-  std::string name;          // its file's, the option only's, and the report's
-  std::string algebra;       // one line: what is computed
-  std::string keeps;         // saved tensors, before and after
-  std::string conditions;    // when it is legal and worth it, in words
-  bool by_default = true;    // false: used only when the option only names it
-  bool for_regions = false;  // used at the level regions only: alone it saves nothing
+  std::string name;                  // its file's, the option only's, and the report's
+  std::string algebra;               // one line: what is computed
+  std::string keeps;                 // saved tensors, before and after
+  std::string conditions;            // when it is legal and worth it, in words
+  bool by_default = true;            // false: used only when the option only names it
+  bool for_regions = false;          // used at the level regions only: alone it saves nothing
+  bool differentiable_once = false;  // its op has no second derivatives: not for a model that differentiates itself
   std::vector<Rule> rules;
 };
 

@@ -180,13 +180,15 @@ bool model_differentiates_twice(const Selection& selection) {
   return false;
 }
 
-// What is recomputed has no second derivatives.
-void refuse_all(MatchResult& matched) {
-  for (const FoundMatch& found : matched.found)
+// In such a model.
+void refuse_differentiable_once(MatchResult& matched) {
+  std::erase_if(matched.found, [&](const FoundMatch& found) {
+    if (!found.pattern->differentiable_once) return false;
     matched.refused.push_back({found.pattern, found.scope,
                                "the model differentiates its own gradients (torch.autograd.grad with create_graph), "
-                               "and what is recomputed has no second derivatives; at level 'ops' it may be rewritten"});
-  matched.found.clear();
+                               "and this operator has no second derivatives"});
+    return true;
+  });
 }
 
 // The matches of one method, in a view of all that it calls.
@@ -264,7 +266,7 @@ Results match_methods(const Module& module, const Selection& selection, Scopes& 
   Results results;
   const ModelWrites writes = model_writes(module);
   const auto changed = changed_containers(module);
-  const bool twice = selection.options.level != Level::ops && model_differentiates_twice(selection);
+  const bool twice = model_differentiates_twice(selection);
   for (const ModuleClass& c : selection.classes) {
     std::vector<Module> instances;
     for (const std::string& path : c.paths) instances.push_back(submodule(module, path));
@@ -277,7 +279,7 @@ Results match_methods(const Module& module, const Selection& selection, Scopes& 
       Result& result =
           results.emplace(method, match_method(*function->graph(), c, selection, attributes, contains, scopes))
               .first->second;
-      if (twice) refuse_all(result.matched);
+      if (twice) refuse_differentiable_once(result.matched);
     }
   }
   draw_as_callers(results);
