@@ -240,6 +240,12 @@ struct Sums {
   }
 };
 
+// Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory that
+// the second one has to write anyway.
+bool first_pass_leaves(const Act& act, const Tensor& grad) {
+  return !one_bit(act.kind) && act.kind != ActKind::identity && grad.scalar_type() == acc_type(grad.scalar_type());
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const OptTensor& input,
                                                     const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                                     const Tensor& invstd, const OptTensor& other, const OptTensor& mask,
@@ -273,11 +279,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   set_coefficients(a, mu, s, weight, bias);
 
   const bool through = training && want[0], sums_wanted = through || want[1] || want[2];
-  // Where no precision is lost the first pass leaves a smooth activation's gradient, which is expensive, in memory that
-  // the second one has to write anyway. So it does where it overwrites the gradient.
-  const bool exact = g.scalar_type() == acc_type(g.scalar_type()),
-             smooth = !one_bit(act.kind) && act.kind != ActKind::identity;
-  const bool from_first = sums_wanted && (reused == 3 || (want[0] && smooth && exact));
+  // The first pass overwrites the gradient, or leaves the activation's.
+  const bool from_first = sums_wanted && (reused == 3 || (want[0] && first_pass_leaves(act, g)));
   // Into into[0] and into[3], and what it makes for the other two.
   const auto compute = [&](std::array<Tensor, 4>& into, bool on_chip) {
     NormArgs first = a;
@@ -402,10 +405,8 @@ std::tuple<Tensor, Tensor, Tensor> group_backward(const Tensor& grad_output, con
   first.out = write(out);
   const GroupCoefficients coefficients(x, weight, bias, mean, invstd);
   coefficients.use(first);
-  const bool exact = g.scalar_type() == acc_type(g.scalar_type()),
-             smooth = !one_bit(act.kind) && act.kind != ActKind::identity;
   NormArgs second = first;
-  if (want[0] && smooth && exact) {  // as in backward()
+  if (want[0] && first_pass_leaves(act, g)) {
     first.grad_other = first.out;
     second.grad = first.out;
     second.act = {};
