@@ -1,7 +1,8 @@
 // A last layer and its loss: cross_entropy_loss(linear(x)) in blocks of rows. The logits, which for a vocabulary are
 // the largest tensor of a step, are never there as a whole: forward makes those of a block, takes what the block adds
 // to the gradients from them, and drops them. What is kept for backward is the gradients of x, the weight and the bias
-// but for the loss's own gradient, a number, by which backward multiplies them. Nothing is computed twice.
+// but for the loss's own gradient, a number, by which backward multiplies them. Nothing is computed twice. Under
+// create_graph the operands are read in their place, where it cost nothing to keep them; else it is refused.
 //
 // Source of the idea: Hsu et al., Liger Kernel (arXiv:2410.10989). The loss and its derivative are those of
 // cross_entropy.cpp; the 16-bit types are computed as there and add up in float32.
@@ -204,8 +205,19 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     keeper.add(db, /*always_itself=*/true);
     if (weights_sum.defined()) loss.div_(weights_sum);
     keeper.add(total, /*always_itself=*/true);
+    // For second derivatives, where it costs nothing: a parameter is there anyway.
+    const auto there = [](const Tensor& t) { return !t.defined() || costs_nothing(t) || t.is_leaf(); };
+    const Tensor b = value_or_undefined(bias);
+    const bool all = costs_nothing(input) && there(weight) && there(b);
+    for (const Tensor& t : {input, weight, b}) keeper.add(all ? t : Tensor());
+    for (const Tensor& t : {target, value_or_undefined(class_weight)})
+      keeper.add(all ? t : Tensor(), /*always_itself=*/true);
     keeper.save(ctx);
-    ctx->saved_data["dtype"] = weight.scalar_type();
+    auto& data = ctx->saved_data;
+    data["dtype"] = weight.scalar_type();
+    data["loss_type"] = loss_type;
+    data["reduction"] = reduction;
+    data["ignore_index"] = ignore_index;
     return loss.to(loss_type);
   }
 
@@ -214,6 +226,18 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const SavedTensors kept(ctx);
+    if (const Tensor target = kept[7]; at::GradMode::is_enabled() && target.defined()) {
+      auto& data = ctx->saved_data;
+      std::array<bool, 3> want;
+      for (int i : {0, 1, 2}) want[i] = kept[i].defined() && ctx->needs_input_grad(i);
+      const auto g = differentiable_gradients({kept[4], kept[5], kept[6]}, want, grad, [&](const auto& t) {
+        const Tensor logits = at::linear(t[0].reshape({-1, t[0].size(-1)}), t[1], optional(t[2]));
+        return at::cross_entropy_loss(logits.to(data["loss_type"].toScalarType()), target.reshape({-1}),
+                                      optional(kept[8]), data["reduction"].toInt(), data["ignore_index"].toInt(), 0.0);
+      });
+      std::copy(g.begin(), g.end(), result.begin());
+      return result;
+    }
     {
       at::NoGradGuard no_grad;
       const auto dtype = ctx->saved_data["dtype"].toScalarType(), wide = acc_type(dtype);
@@ -227,7 +251,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         result[i] = (ours ? g.to(wide).mul_(factor) : g.mul(factor)).to(dtype);
       }
     }
-    // x and the weight, on which they depend, are not kept: something stands for each that has its place in the graph.
+    // x and the weight, on which they depend, are not there: something stands for each that has its place in the graph.
     std::vector<Tensor> made(result.begin(), result.begin() + 3), inputs = {grad};
     if (at::GradMode::is_enabled())
       for (const torch::autograd::Edge& edge : torch::autograd::get_current_node()->next_edges()) {
