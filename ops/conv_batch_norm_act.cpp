@@ -42,7 +42,8 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
 
     const Tensor y = conv.forward(input, conv_weight, conv_bias);
     auto [out, mean, invstd, mask] = norm_forward(y, bn, {}, act, keep_mask);
-    const bool keep_input = again || conv_weight.requires_grad(), keep_weight = again || input.requires_grad();
+    const bool keep_input = again || conv_weight.requires_grad(),
+               keep_weight = again || input.requires_grad() || conv_weight.is_leaf();
     ctx->save_for_backward({keep_input ? input : Tensor(), keep_weight ? conv_weight : Tensor(),
                             needs_y ? value_or_undefined(conv_bias) : Tensor(), needs_y && !again ? y : Tensor(),
                             from_y || want_conv ? value_or_undefined(weight) : Tensor(),
@@ -53,6 +54,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight),
                                          edges.of(bias)};
     data["recompute_y"] = again;
+    data["conv_requires_grad"] = want_conv;
     data["training"] = bn.training;
     data["eps"] = bn.eps;
     data["channels_last"] = is_channels_last(y);
@@ -85,46 +87,53 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                         data["transposed"].toBool(),    data["groups"].toInt()};
     const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
+    const auto parameter_type = [&](const char* name) { return static_cast<at::ScalarType>(data[name].toInt()); };
+    NormBackward b{grad,
+                   optional(saved[3]),
+                   optional(saved[4]),
+                   optional(saved[5]),
+                   saved[6],
+                   saved[7],
+                   {},
+                   optional(saved[8]),
+                   data["training"].toBool(),
+                   data["channels_last"].toBool(),
+                   /*overwrite_grad=*/false,
+                   data["eps"].toDouble(),
+                   parameter_type("weight_dtype"),
+                   parameter_type("bias_dtype")};
+    if (at::GradMode::is_enabled() && !data["conv_requires_grad"].toBool() && !data["recompute_y"].toBool()) {
+      const auto g = differentiable_norm_backward(b, act, {false, want[3], want[4], false});
+      result[3] = g[1], result[4] = g[2];
+      return result;
+    }
     // Where all that the output depends on is kept, by operators that can be differentiated again.
     if (at::GradMode::is_enabled() && saved[0].defined() && saved[1].defined()) {
       const bool masked = saved[8].defined();
-      NormBackward norm{grad, {}, optional(saved[4]), {}, saved[6], saved[7], {}, optional(saved[8])};
-      norm.training = data["training"].toBool();
-      norm.channels_last = data["channels_last"].toBool();
-      const Tensor before = masked ? gradient_before_masked(norm, act) : grad;
+      const Tensor before = masked ? gradient_before_masked(b, act) : grad;
       const Act rest = masked ? Act{ActKind::identity} : act;
       const auto or_any = [&](const Tensor& t, bool wanted, const char* dtype) {
-        return t.defined() || !wanted ? t : at::ones_like(saved[6], static_cast<at::ScalarType>(data[dtype].toInt()));
+        return t.defined() || !wanted ? t : at::ones_like(saved[6], parameter_type(dtype));
       };
       const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
       const Tensor conv_bias =
           saved[2].defined() || bias_sizes.empty() ? saved[2] : at::zeros(bias_sizes, saved[1].options());
-      const auto g = differentiable_gradients(
-          {saved[0], saved[1], conv_bias, or_any(saved[4], want[3], "weight_dtype"),
-           or_any(saved[5], want[4], "bias_dtype")},
-          want, before, [&](const auto& t) {
-            return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])), optional(t[3]), optional(t[4]), saved[6],
-                                   saved[7], data["training"].toBool(), data["eps"].toDouble(), {}, rest);
-          });
+      const auto g = differentiable_gradients({saved[0], saved[1], conv_bias, or_any(saved[4], want[3], "weight_dtype"),
+                                               or_any(saved[5], want[4], "bias_dtype")},
+                                              want, before, [&](const auto& t) {
+                                                return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])),
+                                                                       optional(t[3]), optional(t[4]), saved[6],
+                                                                       saved[7], b.training, b.eps, {}, rest);
+                                              });
       std::copy(g.begin(), g.end(), result.begin());
       return result;
     }
     std::vector<Tensor> g(5);
     {
       at::NoGradGuard no_grad;
-      const Tensor y = data["recompute_y"].toBool() ? conv.forward(saved[0], saved[1], optional(saved[2])) : saved[3];
+      if (data["recompute_y"].toBool()) b.input = conv.forward(saved[0], saved[1], optional(saved[2]));
       const bool through = want[0] || want[1] || want[2];
-      auto norm = norm_backward({grad,
-                                 optional(y),
-                                 optional(saved[4]),
-                                 optional(saved[5]),
-                                 saved[6],
-                                 saved[7],
-                                 {},
-                                 optional(saved[8]),
-                                 data["training"].toBool(),
-                                 data["channels_last"].toBool()},
-                                act, {through, want[3], want[4], false});
+      auto norm = norm_backward(b, act, {through, want[3], want[4], false});
       g[3] = in_dtype(norm[1], data["weight_dtype"]);
       g[4] = in_dtype(norm[2], data["bias_dtype"]);
       if (through) {

@@ -50,7 +50,8 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
       const double eps = ctx->saved_data["eps"].toDouble();
       const Act act = saved_act(ctx);
       const auto g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grad, [&](const auto& t) {
-        return aten_act(at::group_norm(t[0], groups, optional(t[1]), optional(t[2]), eps), act);
+        const OptTensor b = optional(t[2]);
+        return aten_act(at::group_norm(t[0], groups, weight_beside(optional(t[1]), b), b, eps), act);
       });
       std::copy(g.begin(), g.end(), result.begin());
       return result;

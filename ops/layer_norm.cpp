@@ -72,8 +72,8 @@ struct Norm : torch::autograd::Function<Norm> {
       const auto shape = data["shape"].toIntVector();
       const double eps = data["eps"].toDouble();
       const auto g = differentiable_gradients({kept[0], kept[1], kept[2]}, want, grads[0], [&](const auto& t) {
-        return groups == 0 ? at::layer_norm(t[0], shape, optional(t[1]), optional(t[2]), eps)
-                           : at::group_norm(t[0], groups, optional(t[1]), optional(t[2]), eps);
+        const OptTensor b = optional(t[2]), w = weight_beside(optional(t[1]), b);
+        return groups == 0 ? at::layer_norm(t[0], shape, w, b, eps) : at::group_norm(t[0], groups, w, b, eps);
       });
       std::copy(g.begin(), g.end(), result.begin());
       return result;

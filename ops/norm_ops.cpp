@@ -130,13 +130,17 @@ static Tensor over_channels(const Tensor& t, int64_t dim) {
   return t.view(sizes);
 }
 
+OptTensor weight_beside(const OptTensor& weight, const OptTensor& bias) {
+  return !weight && bias ? OptTensor(at::ones_like(*bias)) : weight;
+}
+
 Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                        const Tensor& invstd, bool training, double eps, const OptTensor& other, const Act& act) {
   const auto dtype = mean.scalar_type();
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   Tensor normed;
   if (training) {
-    normed = at::batch_norm(input, weight, bias, {}, {}, true, 0, eps, cudnn);
+    normed = at::batch_norm(input, weight_beside(weight, bias), bias, {}, {}, true, 0, eps, cudnn);
   } else {
     // All in the statistics' dtype, which 16-bit parameters are not.
     const auto wide = [&](const OptTensor& t) { return t ? OptTensor(t->to(dtype)) : t; };

@@ -70,6 +70,9 @@ at::Tensor gradient_before_masked(const NormBackward& b, const Act& act);
 // All of them under create_graph: gradients that can be differentiated again, those of weight and bias in their dtypes.
 std::array<at::Tensor, 4> differentiable_norm_backward(const NormBackward& b, const Act& act, std::array<bool, 4> want);
 
+// The weight of a norm, or ones where there is a bias alone: PyTorch's second derivatives forget the bias then.
+OptTensor weight_beside(const OptTensor& weight, const OptTensor& bias);
+
 // The same by PyTorch's operators, for gradients that are differentiated again. mean, invstd: the statistics of an
 // evaluation, which in training are not read.
 at::Tensor norm_by_pytorch(const at::Tensor& input, const OptTensor& weight, const OptTensor& bias,

@@ -156,13 +156,14 @@ void draw_as_callers(Results& results) {
     }
 }
 
-// Whether the model's own code takes gradients that it differentiates further: torch.autograd.grad(..., create_graph).
+// Whether the model's own code takes gradients that it differentiates further: torch.autograd.grad(..., create_graph)
+// or backward(..., create_graph).
 bool differentiates_twice(const Block* block) {
-  static const Symbol grad = Symbol::fromQualString("aten::grad");
-  constexpr size_t kCreateGraph = 4;
+  static const Symbol grad = Symbol::fromQualString("aten::grad"), backward = Symbol::fromQualString("aten::backward");
   return std::any_of(block->nodes().begin(), block->nodes().end(), [](const Node* n) {
-    if (n->kind() == grad && n->inputs().size() > kCreateGraph) {
-      const auto create_graph = toIValue(n->input(kCreateGraph));
+    const size_t at = n->kind() == grad ? 4 : n->kind() == backward ? 3 : 0;  // create_graph
+    if (at != 0 && n->inputs().size() > at) {
+      const auto create_graph = toIValue(n->input(at));
       return !create_graph || !create_graph->isBool() || create_graph->toBool();
     }
     const Graph* called = graph_of(called_function(n));

@@ -425,7 +425,7 @@ def test_second_derivatives(ops):
 
 
 def test_second_derivatives_without_the_convolutions_input_are_refused_by_name(ops):
-    """With a frozen weight the fused convolution keeps no input, which its output's second derivatives would need."""
+    """With a frozen weight the fused convolution keeps no input, which second derivatives would need."""
     x, w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True), torch.ones(4, dtype=torch.float64, requires_grad=True)
     (g,) = torch.autograd.grad(make_calls(ops)["conv_batch_norm_act"](x, w).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="tsmem::conv_batch_norm_act: second derivatives"):

@@ -70,6 +70,17 @@ def cases():
                 x, c, d, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, w, b, *norm(t)(x)[0], t, 0.1, 1e-5, True, k, a, bool(r)),
             lambda x, c, d, w, b, p=plain, t=training: p(pytorchs_norm(F.conv2d(x, c, d, padding=1), w, b, t)),
         )  # fmt: skip
+        if kind == "silu":  # PyTorch's own derivatives forget a bias without a weight
+            found[f"batch norm with a bias alone, {name}"] = (
+                [*image(8), *numbers(8)],
+                lambda r, x, b, t=training: ours_norm(ops.batch_norm_act, x, None, b, t, "silu", [], r),
+                lambda x, b, t=training: F.silu(pytorchs_norm(x, torch.ones_like(b), b, t)),
+            )
+    found["norms with a bias alone"] = (
+        [*image(8), *numbers(8, 9)],
+        lambda r, x, b, d: ops.group_norm_act(ops.layer_norm(x, [9], None, d, 1e-5, True, r), 4, None, b, 1e-5, True, "silu", [], r),
+        lambda x, b, d: F.silu(F.group_norm(F.layer_norm(x, [9], torch.ones_like(d), d), 4, torch.ones_like(b), b)),
+    )
     found["instance norm"] = (
         [*image(8), *numbers(8, 8)],
         lambda r, x, w, b: ops.instance_norm_act(x, w, b, None, None, True, 0.1, 1e-5, True, "silu", [], r),
@@ -192,7 +203,7 @@ def test_as_pytorchs(name):
     # All operands that need gradients, and all but one of them.
     some = [tuple(i != k for i in range(len(leaves))) for k in range(len(leaves))]
     for needs in [(True,) * len(leaves), *some]:
-        if name.startswith("convolution, batch norm") and not (needs[0] and needs[1]):
+        if name.startswith("convolution, batch norm") and not needs[1]:
             continue  # refused by name: test_norm.py
         want = by_pytorch(pytorch, fresh(leaves, needs))
         for again in WAYS:
@@ -233,6 +244,24 @@ def test_hooks_run_once_and_paths_are_counted_once():
     want = f(lambda y, w, b: F.silu(pytorchs_norm(y, w, b, True)), F.conv2d, torch.mul)
     for r in WAYS:
         close(f(lambda y, w, b: ours_norm(ops.batch_norm_act, y, w, b, True, "silu", [], r), lambda z, w: ops.conv2d(z, w, recompute=r), lambda a, b: ops.mul(a, b, r)), want)  # noqa: B023
+
+
+def test_a_convolution_whose_norm_alone_is_trained():
+    x, c = torch.randn(2, 8, 10, 9, dtype=torch.float64), torch.randn(8, 8, 3, 3, dtype=torch.float64)
+    for training, frozen in itertools.product((True, False), (True, False)):
+        found = []
+        for again in (None, False, True):
+            weight = c.clone().requires_grad_(not frozen)
+            w, b = (t.requires_grad_() for t in (torch.ones(8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)))
+            statistics = norm(training)(x)[0]
+            if again is None:
+                out = F.silu(F.batch_norm(F.conv2d(x, weight, padding=1), *statistics, w, b, training, 0.1, 1e-5))
+            else:
+                out = ops.conv_batch_norm_act(x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, w, b, *statistics, training, 0.1, 1e-5, True, "silu", [], again)
+            first = torch.autograd.grad(out.square().sum(), (w, b), create_graph=True)
+            found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (w, b) if frozen else (w, b, weight))])
+        close(found[1], found[0])
+        close(found[2], found[0])
 
 
 def test_third_derivatives():
