@@ -137,15 +137,16 @@ OptTensor weight_beside(const OptTensor& weight, const OptTensor& bias) {
 Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                        const Tensor& invstd, bool training, double eps, const OptTensor& other, const Act& act) {
   const auto dtype = mean.scalar_type();
+  const OptTensor scale = weight_beside(weight, bias);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   Tensor normed;
   if (training) {
-    normed = at::batch_norm(input, weight_beside(weight, bias), bias, {}, {}, true, 0, eps, cudnn);
+    normed = at::batch_norm(input, scale, bias, {}, {}, true, 0, eps, cudnn);
   } else {
     // All in the statistics' dtype, which 16-bit parameters are not.
     const auto wide = [&](const OptTensor& t) { return t ? OptTensor(t->to(dtype)) : t; };
-    const bool narrow = (weight && weight->scalar_type() != dtype) || (bias && bias->scalar_type() != dtype);
-    normed = at::batch_norm(narrow ? input.to(dtype) : input, wide(weight), wide(bias), mean, invstd.pow(-2), false, 0,
+    const bool narrow = (scale && scale->scalar_type() != dtype) || (bias && bias->scalar_type() != dtype);
+    normed = at::batch_norm(narrow ? input.to(dtype) : input, wide(scale), wide(bias), mean, invstd.pow(-2), false, 0,
                             /*eps=*/0, cudnn)
                  .to(input.scalar_type());
   }
