@@ -33,8 +33,8 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool recompute = !identity && !keep_mask;
     const bool keep_x = recompute || want_w || (training && want_x);
 
-    auto [out, mean, invstd, mask] =
-        norm_forward(input, {weight, bias, running_mean, running_var, training, momentum, eps}, other, act, keep_mask);
+    const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
+    auto [out, mean, invstd, mask] = norm_forward(input, bn, other, act, keep_mask);
     // Copies of the statistics that eval used: the buffers may change before backward. They are ours already.
     Keeper keeper;
     keeper.add(keep_x ? input : Tensor());
@@ -53,11 +53,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     edges.of(running_mean), edges.of(running_var);
     differentiable.push_back(edges.of(other));
     data["edges"] = std::move(differentiable);
-    data["training"] = training;
-    data["channels_last"] = is_channels_last(input);
-    data["weight_dtype"] = dtype_of(weight);
-    data["bias_dtype"] = dtype_of(bias);
-    data["eps"] = eps;
+    save_norm(ctx, bn, is_channels_last(input));
     save_act(ctx, act);
     if (!stats) return {out};
     ctx->mark_non_differentiable({mean, invstd});
@@ -83,20 +79,11 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool overwrite = !again && only_ours(grad) && !(want[3] && (identity || rounded));
     std::array<Tensor, 4> g;
     if (compute[0] || compute[1] || compute[2] || compute[3]) {
-      const NormBackward b{grad,
-                           optional(kept[0]),
-                           optional(kept[1]),
-                           optional(kept[2]),
-                           kept[3],
-                           kept[4],
-                           optional(kept[5]),
-                           optional(kept[6]),
-                           data["training"].toBool(),
-                           data["channels_last"].toBool(),
-                           overwrite,
-                           data["eps"].toDouble(),
-                           static_cast<at::ScalarType>(data["weight_dtype"].toInt()),
-                           static_cast<at::ScalarType>(data["bias_dtype"].toInt())};
+      NormBackward b = saved_norm(ctx, grad);
+      b.input = optional(kept[0]), b.weight = optional(kept[1]), b.bias = optional(kept[2]);
+      b.mean = kept[3], b.invstd = kept[4];
+      b.other = optional(kept[5]), b.mask = optional(kept[6]);
+      b.overwrite_grad = overwrite;
       g = again ? differentiable_norm_backward(b, act, compute) : norm_backward(b, act, compute);
     }
     result[0] = g[0];

@@ -80,16 +80,12 @@ struct NormPool : torch::autograd::Function<NormPool> {
     data["position_bits"] = layout->bits;
     data["position_strides"] = layout->strides;
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(weight), edges.of(bias)};
-    data["training"] = bn.training;
-    data["channels_last"] = is_channels_last(input);
-    data["weight_dtype"] = dtype_of(weight);
-    data["bias_dtype"] = dtype_of(bias);
+    save_norm(ctx, bn, is_channels_last(input));
     data["kernel"] = pool.kernel;
     data["stride"] = pool.stride;
     data["padding"] = pool.padding;
     data["dilation"] = pool.dilation;
     data["ceil_mode"] = pool.ceil_mode;
-    data["eps"] = bn.eps;
     save_act(ctx, act);
     return out;
   }

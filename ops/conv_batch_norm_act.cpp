@@ -55,11 +55,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                                          edges.of(bias)};
     data["recompute_y"] = again;
     data["conv_requires_grad"] = want_conv;
-    data["training"] = bn.training;
-    data["eps"] = bn.eps;
-    data["channels_last"] = is_channels_last(y);
-    data["weight_dtype"] = dtype_of(weight);
-    data["bias_dtype"] = dtype_of(bias);
+    save_norm(ctx, bn, is_channels_last(y));
     data["transposed"] = conv.transposed;
     data["groups"] = conv.groups;
     data["input_format"] = static_cast<int64_t>(input.suggest_memory_format());
@@ -87,21 +83,10 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
                         data["transposed"].toBool(),    data["groups"].toInt()};
     const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
-    const auto parameter_type = [&](const char* name) { return static_cast<at::ScalarType>(data[name].toInt()); };
-    NormBackward b{grad,
-                   optional(saved[3]),
-                   optional(saved[4]),
-                   optional(saved[5]),
-                   saved[6],
-                   saved[7],
-                   {},
-                   optional(saved[8]),
-                   data["training"].toBool(),
-                   data["channels_last"].toBool(),
-                   /*overwrite_grad=*/false,
-                   data["eps"].toDouble(),
-                   parameter_type("weight_dtype"),
-                   parameter_type("bias_dtype")};
+    NormBackward b = saved_norm(ctx, grad);
+    b.input = optional(saved[3]), b.weight = optional(saved[4]), b.bias = optional(saved[5]);
+    b.mean = saved[6], b.invstd = saved[7];
+    b.mask = optional(saved[8]);
     if (at::GradMode::is_enabled() && !data["conv_requires_grad"].toBool() && !data["recompute_y"].toBool()) {
       const auto g = differentiable_norm_backward(b, act, {false, want[3], want[4], false});
       result[3] = g[1], result[4] = g[2];
@@ -109,22 +94,18 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     }
     // Where all that the output depends on is kept, by operators that can be differentiated again.
     if (at::GradMode::is_enabled() && saved[0].defined() && saved[1].defined()) {
-      const bool masked = saved[8].defined();
-      const Tensor before = masked ? gradient_before_masked(b, act) : grad;
-      const Act rest = masked ? Act{ActKind::identity} : act;
-      const auto or_any = [&](const Tensor& t, bool wanted, const char* dtype) {
-        return t.defined() || !wanted ? t : at::ones_like(saved[6], parameter_type(dtype));
-      };
+      const Tensor before = b.mask ? gradient_before_masked(b, act) : grad;
+      const Act rest = b.mask ? Act{ActKind::identity} : act;
       const auto bias_sizes = data["conv_bias_sizes"].toIntVector();
       const Tensor conv_bias =
           saved[2].defined() || bias_sizes.empty() ? saved[2] : at::zeros(bias_sizes, saved[1].options());
-      const auto g = differentiable_gradients({saved[0], saved[1], conv_bias, or_any(saved[4], want[3], "weight_dtype"),
-                                               or_any(saved[5], want[4], "bias_dtype")},
-                                              want, before, [&](const auto& t) {
-                                                return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])),
-                                                                       optional(t[3]), optional(t[4]), saved[6],
-                                                                       saved[7], b.training, b.eps, {}, rest);
-                                              });
+      const std::vector<Tensor> operands{saved[0], saved[1], conv_bias,
+                                         kept_or_any(b.weight, want[3], b.mean, b.weight_dtype),
+                                         kept_or_any(b.bias, want[4], b.mean, b.bias_dtype)};
+      const auto g = differentiable_gradients(operands, want, before, [&](const auto& t) {
+        return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])), optional(t[3]), optional(t[4]), b.mean,
+                               b.invstd, b.training, b.eps, {}, rest);
+      });
       std::copy(g.begin(), g.end(), result.begin());
       return result;
     }

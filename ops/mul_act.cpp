@@ -102,10 +102,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
     if (ctx->needs_input_grad(1)) {
       const Act act = saved_act(ctx);
       const auto sizes = data["scale_sizes"].toIntVector();
-      const auto source = [&] {
-        at::NoGradGuard no_grad;
-        return Source{kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])};
-      }();
+      const Source source{kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])};
       result[1] =
           at::GradMode::is_enabled()
               ? (kept.in_graph(6, activated_again(source, act)).to(grad.scalar_type()) * grad).sum_to_size(sizes)

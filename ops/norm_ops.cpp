@@ -173,13 +173,9 @@ std::array<Tensor, 4> differentiable_norm_backward(const NormBackward& b, const 
   const std::array<bool, 4> through = {want[0], want[1], want[2], want[3] && !identity};
   if (std::none_of(through.begin(), through.end(), [](bool w) { return w; })) return g;
   if (b.input) {
-    // What the gradients don't depend on may not have been kept.
-    const auto or_any = [&](const OptTensor& t, bool wanted, at::ScalarType dtype) {
-      return t || !wanted ? value_or_undefined(t) : at::ones_like(b.mean, dtype);
-    };
     const auto found =
-        differentiable_gradients({*b.input, or_any(b.weight, want[1], b.weight_dtype),
-                                  or_any(b.bias, want[2], b.bias_dtype), value_or_undefined(b.other)},
+        differentiable_gradients({*b.input, kept_or_any(b.weight, want[1], b.mean, b.weight_dtype),
+                                  kept_or_any(b.bias, want[2], b.mean, b.bias_dtype), value_or_undefined(b.other)},
                                  through, grad, [&](const auto& t) {
                                    return norm_by_pytorch(t[0], optional(t[1]), optional(t[2]), b.mean, b.invstd,
                                                           b.training, b.eps, optional(t[3]), rest);
@@ -197,6 +193,31 @@ std::array<Tensor, 4> differentiable_norm_backward(const NormBackward& b, const 
   }
   if (want[2]) g[2] = wide.sum_to_size(over_channels(b.mean, grad.dim()).sizes()).view({-1}).to(b.bias_dtype);
   return g;
+}
+
+void save_norm(torch::autograd::AutogradContext* ctx, const BatchNormArgs& bn, bool channels_last) {
+  auto& data = ctx->saved_data;
+  data["training"] = bn.training;
+  data["eps"] = bn.eps;
+  data["channels_last"] = channels_last;
+  data["weight_dtype"] = dtype_of(bn.weight);
+  data["bias_dtype"] = dtype_of(bn.bias);
+}
+
+NormBackward saved_norm(torch::autograd::AutogradContext* ctx, const Tensor& grad) {
+  auto& data = ctx->saved_data;
+  NormBackward b;
+  b.grad = grad;
+  b.training = data["training"].toBool();
+  b.eps = data["eps"].toDouble();
+  b.channels_last = data["channels_last"].toBool();
+  b.weight_dtype = static_cast<at::ScalarType>(data["weight_dtype"].toInt());
+  b.bias_dtype = static_cast<at::ScalarType>(data["bias_dtype"].toInt());
+  return b;
+}
+
+Tensor kept_or_any(const OptTensor& kept, bool wanted, const Tensor& like, at::ScalarType dtype) {
+  return kept || !wanted ? value_or_undefined(kept) : at::ones_like(like, dtype);
 }
 
 int64_t dtype_of(const OptTensor& t) { return t && t->defined() ? static_cast<int64_t>(t->scalar_type()) : 0; }

@@ -110,6 +110,15 @@ inline at::MemoryFormat group_format(const at::Tensor& x) {
   return x.is_cuda() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
 }
 
+// What a norm's backward asks of forward beside the tensors: saved with the node, and with `grad` as far as it is
+// known.
+void save_norm(torch::autograd::AutogradContext* ctx, const BatchNormArgs& bn, bool channels_last);
+NormBackward saved_norm(torch::autograd::AutogradContext* ctx, const at::Tensor& grad);
+
+// A parameter that was kept, or, where it was not, anything for it: the gradients that are wanted don't depend on it.
+// like: of its sizes.
+at::Tensor kept_or_any(const OptTensor& kept, bool wanted, const at::Tensor& like, at::ScalarType dtype);
+
 // Counts the tensors that autograd sees among a Function's arguments, in order; -1 where there is none.
 struct Edges {
   int64_t next = 0;

@@ -26,28 +26,17 @@ struct LayerArgs {
   std::vector<int64_t> batch_sizes;  // of packed rows; else empty
 };
 
-// PyTorch's operators of networks with one state.
-template <Cell cell, class... A>
-std::tuple<Tensor, Tensor> aten_rnn(const A&... arguments) {
-  if constexpr (cell == Cell::gru)
-    return at::gru(arguments...);
-  else if constexpr (cell == Cell::tanh)
-    return at::rnn_tanh(arguments...);
-  else
-    return at::rnn_relu(arguments...);
-}
-
 // A layer's results by PyTorch's operators for packed rows: oneDNN's LSTM can't be differentiated twice.
 std::vector<Tensor> layer_by_pytorch(const Tensor& input, const Tensor& hx, const Tensor& cx, TensorList weights,
                                      const LayerArgs& args) {
   const bool packed = !args.batch_sizes.empty();
   const auto sizes = packed ? args.batch_sizes : std::vector<int64_t>(input.size(0), input.size(1));
   const Tensor batch_sizes = at::tensor(sizes, at::kLong), rows = packed ? input : input.flatten(0, 1);
-  const auto run = [&](auto f) {
-    return f(rows, batch_sizes, hx, weights, args.biases, 1, 0.0, true, args.bidirectional);
-  };
   std::vector<Tensor> results;
-  const auto take = [&](const std::tuple<Tensor, Tensor>& r) { results = {std::get<0>(r), std::get<1>(r)}; };
+  const auto run = [&](auto op) {
+    auto [out, hn] = op(rows, batch_sizes, hx, weights, args.biases, 1, 0.0, true, args.bidirectional);
+    results = {out, hn};
+  };
   switch (args.cell) {
     case Cell::lstm: {
       auto [out, hn, cn] = at::lstm(rows, batch_sizes, std::vector<Tensor>{hx, cx}, weights, args.biases, 1, 0.0, true,
@@ -56,13 +45,13 @@ std::vector<Tensor> layer_by_pytorch(const Tensor& input, const Tensor& hx, cons
       break;
     }
     case Cell::gru:
-      take(run([](const auto&... a) { return aten_rnn<Cell::gru>(a...); }));
+      run([](const auto&... a) { return at::gru(a...); });
       break;
     case Cell::tanh:
-      take(run([](const auto&... a) { return aten_rnn<Cell::tanh>(a...); }));
+      run([](const auto&... a) { return at::rnn_tanh(a...); });
       break;
     case Cell::relu:
-      take(run([](const auto&... a) { return aten_rnn<Cell::relu>(a...); }));
+      run([](const auto&... a) { return at::rnn_relu(a...); });
       break;
   }
   if (!packed) results[0] = results[0].unflatten(0, input.sizes().slice(0, 2));
@@ -269,6 +258,17 @@ Three lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx, 
   const Network n{Cell::lstm, hx.vec(), params.vec(), has_biases, num_layers, dropout, train, bidirectional};
   if (const auto r = run_packed(n, data, batch_sizes)) return {(*r)[0], (*r)[1], (*r)[2]};
   return at::lstm(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
+}
+
+// PyTorch's operators of networks with one state.
+template <Cell cell, class... A>
+Two aten_rnn(const A&... arguments) {
+  if constexpr (cell == Cell::gru)
+    return at::gru(arguments...);
+  else if constexpr (cell == Cell::tanh)
+    return at::rnn_tanh(arguments...);
+  else
+    return at::rnn_relu(arguments...);
 }
 
 template <Cell cell>

@@ -181,7 +181,7 @@ bool model_differentiates_twice(const Selection& selection) {
   return false;
 }
 
-// In such a model.
+// In a model that differentiates its own gradients.
 void refuse_differentiable_once(MatchResult& matched) {
   std::erase_if(matched.found, [&](const FoundMatch& found) {
     if (!found.pattern->differentiable_once) return false;
