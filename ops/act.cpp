@@ -9,6 +9,7 @@
 #include "act_table.h"
 #include "activation.h"
 #include "common.h"
+#include "function.h"
 #include "known.h"
 #include "raw_op.h"
 #include "recompute.h"
@@ -94,14 +95,14 @@ Tensor backward_from_output(const Tensor& grad, const Tensor& y, const Act& act,
 }
 
 // The backward is linear in the gradient, and so its own derivative: second derivatives work.
-struct ActBackward : torch::autograd::Function<ActBackward> {
+struct ActBackward : Function<ActBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& mask, const Act& act,
                         at::IntArrayRef strides) {
     keep(ctx, act, strides);
     ctx->save_for_backward({mask});
     return act_mask_backward(grad, mask, act, strides);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     return {backward_of(ctx, grads[0]), Tensor(), Tensor(), Tensor()};
   }
 };
@@ -118,14 +119,14 @@ Tensor backward_of(AutogradContext* ctx, const Tensor& grad) {
                           : act_mask_backward(grad, mask, act, strides);
 }
 
-struct MaskedAct : torch::autograd::Function<MaskedAct> {
+struct MaskedAct : Function<MaskedAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
     auto [y, mask] = act_mask(x, act);
     keep(ctx, act, y.strides());
     ctx->save_for_backward({mask});
     return y;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     return {backward_of(ctx, grads[0]), Tensor()};
   }
   // y, the output, is kept by somebody else now: it takes the mask's place, but while the node is in its backward.
@@ -174,7 +175,7 @@ Tensor smooth_backward(const Tensor& grad, const Tensor& x, const Act& act) {
 bool smooth(ActKind kind) { return info_of(kind).saves == ActSaves::input; }
 
 // The derivative from an input that may be recomputed.
-struct SmoothAct : torch::autograd::Function<SmoothAct> {
+struct SmoothAct : Function<SmoothAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Act& act) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
@@ -183,7 +184,7 @@ struct SmoothAct : torch::autograd::Function<SmoothAct> {
     save_act(ctx, act);
     return smooth_act(x, act);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
     const SavedTensors kept(ctx);
     std::vector<Tensor> g{smooth_backward(grads[0], kept[0], saved_act(ctx))};

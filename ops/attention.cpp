@@ -11,6 +11,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "attention_blocks.h"
+#include "function.h"
 #include "linear.h"
 #include "recompute.h"
 #include "registration.h"
@@ -52,7 +53,7 @@ std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor&
   return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
 }
 
-struct Attention : torch::autograd::Function<Attention> {
+struct Attention : Function<Attention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionArgs& args, const std::shared_ptr<Again>& again) {
     ctx->set_materialize_grads(false);
@@ -70,7 +71,7 @@ struct Attention : torch::autograd::Function<Attention> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(5);
     auto& data = ctx->saved_data;
@@ -160,7 +161,7 @@ Tensor product(const Tensor& a, const Tensor& b) {
   return b.dim() > 2 ? at::matmul(a, b) : linear_of_rows(a, b.t(), std::nullopt);
 }
 
-struct Matmul : torch::autograd::Function<Matmul> {
+struct Matmul : Function<Matmul> {
   // factors: a and b, of which those that are kept as copies are these afterwards.
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, std::vector<Tensor>* factors) {
     ctx->set_materialize_grads(false);
@@ -185,7 +186,7 @@ struct Matmul : torch::autograd::Function<Matmul> {
     return product((*factors)[0], (*factors)[1]);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(3);
     const SavedTensors kept(ctx);
@@ -222,7 +223,7 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
 }
 
 // What it keeps: its output, or (again) its input, from which its output is made for others too and then held for it.
-struct Softmax : torch::autograd::Function<Softmax> {
+struct Softmax : Function<Softmax> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again, int64_t* place) {
     ctx->set_materialize_grads(false);
     const Tensor out = at::softmax(x, dim);
@@ -235,7 +236,7 @@ struct Softmax : torch::autograd::Function<Softmax> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     const bool again = ctx->saved_data["again"].toBool();

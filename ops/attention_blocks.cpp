@@ -2,6 +2,7 @@
 // are scaled by the scale's root, 16-bit operands computed in float32, noise drawn for all probabilities at once.
 #include "attention_blocks.h"
 
+#include "function.h"
 #include "pack.h"
 #include "recompute.h"
 
@@ -94,7 +95,7 @@ Tensor noise_again(const Tensor& bits, const Tensor& q, const Tensor& k) {
   return unpack(bits, 1, sizes, c10::contiguous_strides(sizes), at::kBool);
 }
 
-struct Blocks : torch::autograd::Function<Blocks> {
+struct Blocks : Function<Blocks> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask,
                         const AttentionArgs& args, Tensor* bits) {
     ctx->set_materialize_grads(false);
@@ -115,7 +116,7 @@ struct Blocks : torch::autograd::Function<Blocks> {
     return Scores(q, k, v, args, noise).output();
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(6);
     const SavedTensors kept(ctx);

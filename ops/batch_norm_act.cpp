@@ -7,6 +7,7 @@
 //   else bits
 
 #include "act_table.h"
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -18,7 +19,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
+struct BatchNormAct : Function<BatchNormAct> {
   // Returns the output, and with `stats` the mean and the inverse deviation; `used` gets these always.
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight,
                                const OptTensor& bias, const OptTensor& running_mean, const OptTensor& running_var,
@@ -60,7 +61,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     return {out, mean, invstd};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(12);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

@@ -4,6 +4,7 @@
 // keeps it). Neither forward nor backward makes a full-size tensor but the gradient that backward returns.
 
 #include "act_table.h"
+#include "function.h"
 #include "norm_ops.h"
 #include "raw_op.h"
 #include "recompute.h"
@@ -61,7 +62,7 @@ Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& 
             pool.out_size);
 }
 
-struct NormPool : torch::autograd::Function<NormPool> {
+struct NormPool : Function<NormPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                         const BatchNormArgs& bn, const Act& act, const Pool& pool, std::array<Tensor, 3>* used,
                         Positions* layout) {
@@ -90,7 +91,7 @@ struct NormPool : torch::autograd::Function<NormPool> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(8);
     if (!grads[0].defined()) return result;
     auto& data = ctx->saved_data;

@@ -19,6 +19,7 @@
 #include <unordered_set>
 
 #include "common.h"
+#include "function.h"
 #include "method_call.h"
 #include "registration.h"
 
@@ -343,7 +344,7 @@ IValue run_forward(const Call& what, const IValue& self, const IValue& arguments
 }
 
 // `inputs`: without a gradient where the results don't depend on them, so that what made them is left out of backward.
-struct Checkpoint : torch::autograd::Function<Checkpoint> {
+struct Checkpoint : Function<Checkpoint> {
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Call> what,
                                const std::pair<variable_list, variable_list>* results) {
     ctx->set_materialize_grads(false);
@@ -354,7 +355,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const auto what = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const auto saved = ctx->get_saved_variables();
     variable_list result(saved.size() + 2);

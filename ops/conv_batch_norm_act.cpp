@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "act_table.h"
+#include "function.h"
 #include "norm_ops.h"
 #include "registration.h"
 
@@ -28,7 +29,7 @@ struct ConvArgs {
   }
 };
 
-struct ConvNorm : torch::autograd::Function<ConvNorm> {
+struct ConvNorm : Function<ConvNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& conv_weight,
                         const OptTensor& conv_bias, const OptTensor& weight, const OptTensor& bias,
                         const ConvArgs& conv, const BatchNormArgs& bn, const Act& act, bool recompute_y) {
@@ -71,7 +72,7 @@ struct ConvNorm : torch::autograd::Function<ConvNorm> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(9);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

@@ -8,6 +8,7 @@
 #include <ATen/core/Reduction.h>
 
 #include "cross_entropy.h"
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -66,7 +67,7 @@ struct Loss {
   int64_t reduction, ignore_index;
 };
 
-struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
+struct CrossEntropy : Function<CrossEntropy> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& target, const OptTensor& weight,
                         const Loss& loss) {
     ctx->set_materialize_grads(false);
@@ -96,7 +97,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   }
 
   // dx = c (softmax(x) - 1 at the target), where c is the loss's gradient times the target's weight.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 
+#include "function.h"
 #include "generator.h"
 #include "pack.h"
 #include "recompute.h"
@@ -84,7 +85,7 @@ Tensor with_noise(const Tensor& input, const Affine& affine) {
   return affine.shift.defined() ? out.add_(affine.shift) : out;
 }
 
-struct Dropout : torch::autograd::Function<Dropout> {
+struct Dropout : Function<Dropout> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Kind kind, Noise* used) {
     ctx->set_materialize_grads(false);
     *used = {{}, p, kind, {}, {}};
@@ -99,7 +100,7 @@ struct Dropout : torch::autograd::Function<Dropout> {
   }
 
   // Made of ATen calls on the gradient: second derivatives work.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     auto& data = ctx->saved_data;
@@ -174,19 +175,19 @@ Fused restore(AutogradContext* ctx) {
 }
 
 // A product with noise is its own derivative.
-struct FusedAgain : torch::autograd::Function<FusedAgain> {
+struct FusedAgain : Function<FusedAgain> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Fused* noise) {
     save(ctx, *noise);
     return fused_again(*noise, x);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
     const Fused noise = restore(ctx);
     return {apply(grads[0], &noise), Tensor()};
   }
 };
 
-struct FusedDropout : torch::autograd::Function<FusedDropout> {
+struct FusedDropout : Function<FusedDropout> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double p, Fused* used) {
     static const auto op = fused_op().typed<std::tuple<Tensor, Tensor, int64_t>(const Tensor&, double)>();
     auto [out, state, group] = op.call(input, p);
@@ -194,7 +195,7 @@ struct FusedDropout : torch::autograd::Function<FusedDropout> {
     save(ctx, *used);
     return out;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(3);
     const Fused noise = restore(ctx);
     return {FusedAgain::apply(grads[0], &noise), Tensor(), Tensor()};

@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -15,7 +16,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
+struct GroupNormAct : Function<GroupNormAct> {
   // `used` gets the statistics.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptTensor& weight, const OptTensor& bias,
                         int64_t groups, double eps, const Act& act, std::array<Tensor, 2>* used) {
@@ -39,7 +40,7 @@ struct GroupNormAct : torch::autograd::Function<GroupNormAct> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(7);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

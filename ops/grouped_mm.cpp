@@ -2,6 +2,7 @@
 // kept only where the other one's gradient needs it; one that can be recomputed (recompute.h) isn't kept.
 //
 // Backward as PyTorch's FunctionsManual.cpp has it (_grouped_mm_mat1_backward and _grouped_mm_mat2_backward).
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -19,7 +20,7 @@ bool by_columns(const Tensor& t) { return t.stride(-2) == 1 && t.stride(-1) == t
 
 Tensor transposed(const Tensor& t) { return t.transpose(-2, -1); }
 
-struct Grouped : torch::autograd::Function<Grouped> {
+struct Grouped : Function<Grouped> {
   // ends: the row, column or inner dimension after each group's last; int32.
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptTensor& ends) {
     ctx->set_materialize_grads(false);
@@ -33,7 +34,7 @@ struct Grouped : torch::autograd::Function<Grouped> {
     return product(a, b, ends);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(3);
     const SavedTensors kept(ctx);

@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -30,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& 
                                n.eps);
 }
 
-struct Norm : torch::autograd::Function<Norm> {
+struct Norm : Function<Norm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                         const NormOf& n) {
     ctx->set_materialize_grads(false);
@@ -51,7 +52,7 @@ struct Norm : torch::autograd::Function<Norm> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
     const SavedTensors kept(ctx);

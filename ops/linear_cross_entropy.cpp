@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "cross_entropy.h"
+#include "function.h"
 #include "linear.h"
 #include "norm_ops.h"
 #include "recompute.h"
@@ -139,7 +140,7 @@ int64_t rows_of_a_block(const Tensor& rows, int64_t classes) {
   return (rows.size(0) + blocks - 1) / blocks;
 }
 
-struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   // input: [*, features]; target: one for each row.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const Tensor& target, const OptTensor& class_weight, int64_t reduction, int64_t ignore_index,
@@ -221,7 +222,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     return loss.to(loss_type);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(8);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

@@ -5,6 +5,7 @@
 // handles or refuses it.
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "pool_layout.h"
 #include "pool_windows.h"
 #include "recompute.h"
@@ -62,7 +63,7 @@ Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntAr
       .view(with_space(grad, space));
 }
 
-struct MaxPool : torch::autograd::Function<MaxPool> {
+struct MaxPool : Function<MaxPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Windows& w) {
     ctx->set_materialize_grads(false);
     auto [y, position] = call_forward(x, w, true);
@@ -79,7 +80,7 @@ struct MaxPool : torch::autograd::Function<MaxPool> {
     data["channels_last"] = format_of(x, w.kernel.empty()) != at::MemoryFormat::Contiguous;
     return y;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
     auto& data = ctx->saved_data;

@@ -4,6 +4,7 @@
 // activation's input, which the activation keeps anyway. Kept: the scale, if `activated` needs a gradient; the input,
 // if the scale needs one.
 
+#include "function.h"
 #include "norm_ops.h"
 #include "raw_op.h"
 #include "recompute.h"
@@ -75,7 +76,7 @@ Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_siz
   return (activated * grad.to(activated.scalar_type())).sum_to_size(scale_sizes);
 }
 
-struct MulAct : torch::autograd::Function<MulAct> {
+struct MulAct : Function<MulAct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& activated, const Tensor& scale, const Tensor& input,
                         const OptTensor& weight, const OptTensor& bias, const OptTensor& mean, const OptTensor& invstd,
                         const Act& act, bool from_second) {
@@ -93,7 +94,7 @@ struct MulAct : torch::autograd::Function<MulAct> {
     return from_second ? at::mul(scale, activated) : at::mul(activated, scale);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(9);
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;

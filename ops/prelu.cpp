@@ -3,6 +3,7 @@
 // for it. Formulas: ATen/native/cpu/Activation.cpp, prelu_kernel and prelu_backward_kernel.
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "norm_ops.h"
 #include "raw_op.h"
 #include "recompute.h"
@@ -49,7 +50,7 @@ Tensor again(std::vector<Tensor>& from, const std::vector<bool>& spare) {
   return prelu_op()(from[0], from[1], spare[0] ? optional(from[0]) : OptTensor());
 }
 
-struct Prelu : torch::autograd::Function<Prelu> {
+struct Prelu : Function<Prelu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
@@ -59,7 +60,7 @@ struct Prelu : torch::autograd::Function<Prelu> {
     return at::prelu(x, weight);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
     const SavedTensors kept(ctx);

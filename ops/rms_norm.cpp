@@ -4,6 +4,7 @@
 // the CPU a few rows at a time, which stay in cache.
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -51,7 +52,7 @@ Tensor composed(const Tensor& x, const Tensor& weight, int64_t columns, double e
   return normal.view(x.sizes()).to(x.scalar_type());
 }
 
-struct RmsNorm : torch::autograd::Function<RmsNorm> {
+struct RmsNorm : Function<RmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
     ctx->set_materialize_grads(false);
     const auto [out, inverse] = forward_of(x, weight, columns, eps);
@@ -69,7 +70,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   }
 
   // With n = x * inverse: dweight = sum of dy n, dx = inverse (dn - n mean(dn n)), where dn = dy weight.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
     const SavedTensors kept(ctx);

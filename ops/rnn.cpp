@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "function.h"
 #include "rnn_layer.h"
 
 #include "recompute.h"
@@ -58,7 +59,7 @@ std::vector<Tensor> layer_by_pytorch(const Tensor& input, const Tensor& hx, cons
   return results;
 }
 
-struct RnnLayer : torch::autograd::Function<RnnLayer> {
+struct RnnLayer : Function<RnnLayer> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& hx, const OptTensor& cx,
                                TensorList weights, const LayerArgs& args) {
     ctx->set_materialize_grads(false);
@@ -87,7 +88,7 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
     return {out, hn};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     static const RnnLayerBackwardOp op("tsmem::_rnn_layer_backward");
     auto& data = ctx->saved_data;
     const auto weights = static_cast<size_t>(data["weights"].toInt());

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "function.h"
 #include "generator.h"
 #include "recompute.h"
 #include "registration.h"
@@ -30,7 +31,7 @@ Tensor slopes_again(const Tensor& bits, const Tensor& state, const Drawn& s, con
   return slopes;
 }
 
-struct Rrelu : torch::autograd::Function<Rrelu> {
+struct Rrelu : Function<Rrelu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, double lower, double upper,
                         std::array<Tensor, 2>* used) {
     ctx->set_materialize_grads(false);
@@ -50,7 +51,7 @@ struct Rrelu : torch::autograd::Function<Rrelu> {
   }
 
   // Linear in the gradient, of ATen calls: second derivatives work.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     auto& data = ctx->saved_data;

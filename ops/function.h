@@ -1,0 +1,24 @@
+// Autograd functions whose backward runs a kernel of ours, or makes something again.
+#pragma once
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <functional>
+
+namespace tsmem {
+
+using Gradients = torch::autograd::variable_list;
+
+// `f` of the gradients where none is batched. Of batched ones (torch.autograd.grad(..., is_grads_batched=True),
+// torch.func.vmap over torch.autograd.grad) f of each of the batch, put together again: kernels have no batching rules,
+// and what a node keeps is made for all of them.
+Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(const Gradients&)>& f);
+
+// T has forward() as torch::autograd::Function asks, and gradients() in backward()'s place, which gets no batched ones.
+template <class T>
+struct Function : torch::autograd::Function<T> {
+  static Gradients backward(torch::autograd::AutogradContext* ctx, const Gradients& grads) {
+    return one_at_a_time(grads, [ctx](const Gradients& each) { return T::gradients(ctx, each); });
+  }
+};
+
+}  // namespace tsmem

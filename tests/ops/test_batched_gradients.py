@@ -1,0 +1,140 @@
+"""Many gradients at once (is_grads_batched, torch.func.vmap over autograd.grad): each is what it is alone, and what PyTorch's operators give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from differentiable_cases import CASES, WAYS, fresh, ops
+from op_checks import assert_equal
+from torch import nn
+
+SIZE = 3
+
+
+def cotangents(like, dim=0):
+    t = torch.randn(SIZE, *like.shape, generator=torch.Generator().manual_seed(2), dtype=like.dtype)
+    return t.movedim(0, dim)
+
+
+def one_by_one(out, wanted, grads):
+    each = [torch.autograd.grad(out, wanted, g, retain_graph=True, allow_unused=True) for g in grads.unbind()]
+    return [torch.stack(gs) if gs[0] is not None else None for gs in zip(*each, strict=True)]
+
+
+def by_autograd(out, wanted, grads):
+    return torch.autograd.grad(out, wanted, grads, is_grads_batched=True, retain_graph=True)
+
+
+def by_vmap(out, wanted, grads):
+    return torch.func.vmap(lambda g: torch.autograd.grad(out, wanted, g, retain_graph=True))(grads)
+
+
+def by_vmap_along_the_last(out, wanted, grads):
+    return torch.func.vmap(lambda g: torch.autograd.grad(out, wanted, g, retain_graph=True), in_dims=out.dim())(grads.movedim(0, -1))
+
+
+@pytest.mark.parametrize("batched", [by_autograd, by_vmap, by_vmap_along_the_last])
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_by_one(name, batched):
+    leaves, ours, pytorch = CASES[name]
+    some = [(True,) * len(leaves), *(tuple(i != k for i in range(len(leaves))) for k in range(len(leaves)))]
+    for needs in some:
+        own = fresh(leaves, needs)
+        want = None
+        for again in (None, *WAYS):
+            x, *rest = own
+            out = pytorch(F.silu(x), *rest) if again is None else ours(again, ops.act(x, "silu", [], again), *rest)
+            wanted = [t for t in own if t.requires_grad]
+            if again is None:
+                want = one_by_one(out, wanted, cotangents(out))
+                continue
+            found = batched(out, wanted, cotangents(out))
+            for f, w in zip(found, want, strict=True):
+                torch.testing.assert_close(f, w, rtol=1e-9, atol=1e-9)
+            # The graph is whole after it.
+            for f, w in zip(one_by_one(out, wanted, cotangents(out)), want, strict=True):
+                torch.testing.assert_close(f, w, rtol=1e-9, atol=1e-9)
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        x = ops.rrelu(ops.dropout(x, 0.5, True, 1), 0.1, 0.3, True, 1)
+        return ops.feature_alpha_dropout(ops.alpha_dropout(x, 0.3, True, 1), 0.3, True, 1)
+
+
+RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}
+
+
+def recurrent(kind):
+    torch.manual_seed(0)
+    layer = RECURRENT[kind](5, 6, 2, batch_first=True).double()
+    first = [torch.zeros(2, 3, 6, dtype=torch.float64)] * (2 if kind == "lstm" else 1)
+    state = first if kind == "lstm" else first[0]
+
+    def run(source):
+        op = getattr(source, kind).input
+        rest = (1,) if source is ops else ()
+        return lambda x: op(x, state, layer._flat_weights, True, 2, 0.0, True, False, True, *rest)[0]
+
+    return run(ops), run(torch.ops.aten)
+
+
+@pytest.mark.parametrize("batched", [by_autograd, by_vmap])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent(kind, batched):
+    ours, pytorchs = recurrent(kind)
+    x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
+    out = pytorchs(x)
+    want = one_by_one(out, [x], cotangents(out))
+    out = ours(x)
+    torch.testing.assert_close(list(batched(out, [x], cotangents(out))), want)
+
+
+@pytest.mark.parametrize("batched", [by_autograd, by_vmap])
+def test_what_was_drawn(batched):
+    """One draw for all of the batch: forward's. Nothing is drawn in backward."""
+    x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    out = Draws()(x)
+    want = one_by_one(out, [x], cotangents(out))
+    state = torch.get_rng_state()
+    assert_equal(list(batched(out, [x], cotangents(out))), want)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 5)).double()
+
+
+def test_jacobians_of_a_rewritten_model():
+    import tsmem
+
+    x = torch.randn(2, 3, 18, 18, dtype=torch.float64)
+    model = network()
+    rewritten = tsmem.rewrite(torch.jit.script(network()))
+    want = torch.autograd.functional.jacobian(model, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(rewritten, x, vectorize=True), want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.func.jacrev(rewritten)(x), want, rtol=1e-9, atol=1e-12)
+
+
+def test_second_derivatives_of_a_batch():
+    """A Hessian's rows at once: the first gradients are differentiated, and the second ones batched."""
+    x0, w = torch.randn(2, 4, 6, 6, dtype=torch.float64), torch.rand(4, dtype=torch.float64) + 0.5
+
+    def rows(f):
+        x = x0.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(g, x, cotangents(g), is_grads_batched=True)[0]
+
+    want = rows(lambda x: F.silu(F.group_norm(x, 2, w)))
+    for again in WAYS:
+        torch.testing.assert_close(rows(lambda x, r=again: ops.group_norm_act(x, 2, w, None, 1e-5, True, "silu", [], r)), want)
+
+
+def test_batches_in_batches():
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    out = ops.act(ops.group_norm_act(x, 2, None, None, 1e-5, True, "silu", [], 1), "relu", [], 1)
+    grads = torch.randn(2, SIZE, *out.shape, dtype=torch.float64)
+    for row in (by_vmap, by_autograd):
+        found = torch.func.vmap(lambda gs: by_vmap(out, [x], gs))(grads) if row is by_vmap else [torch.stack([by_autograd(out, [x], gs)[0] for gs in grads])]
+        want = torch.stack([one_by_one(out, [x], gs)[0] for gs in grads])
+        torch.testing.assert_close(found[0], want)
