@@ -2,9 +2,11 @@
 #include "function.h"
 
 #include <ATen/ATen.h>
-#include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
+
+// After torch.func's header, whose calls its names would make ambiguous.
+#include <ATen/LegacyBatchedTensorImpl.h>
 
 #include <algorithm>
 #include <optional>

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import tsmem
 from differentiable_cases import CASES, WAYS, fresh, ops
 from op_checks import assert_equal
 from torch import nn
@@ -55,37 +56,30 @@ def test_as_one_by_one(name, batched):
                 torch.testing.assert_close(f, w, rtol=1e-9, atol=1e-9)
 
 
-class Draws(nn.Module):
-    def forward(self, x):
-        x = ops.rrelu(ops.dropout(x, 0.5, True, 1), 0.1, 0.3, True, 1)
-        return ops.feature_alpha_dropout(ops.alpha_dropout(x, 0.3, True, 1), 0.3, True, 1)
+def drawn(x):
+    x = ops.rrelu(ops.dropout.effect(x, 0.5, True, False, 1), 0.1, 0.3, True, 1, [0])
+    return ops.feature_alpha_dropout.effect(ops.alpha_dropout.effect(x, 0.3, True, 1), 0.3, True, 1)
 
 
 RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}
 
 
-def recurrent(kind):
+def recurrent(kind, source):
     torch.manual_seed(0)
     layer = RECURRENT[kind](5, 6, 2, batch_first=True).double()
-    first = [torch.zeros(2, 3, 6, dtype=torch.float64)] * (2 if kind == "lstm" else 1)
-    state = first if kind == "lstm" else first[0]
-
-    def run(source):
-        op = getattr(source, kind).input
-        rest = (1,) if source is ops else ()
-        return lambda x: op(x, state, layer._flat_weights, True, 2, 0.0, True, False, True, *rest)[0]
-
-    return run(ops), run(torch.ops.aten)
+    state = torch.zeros(2, 3, 6, dtype=torch.float64)
+    op = getattr(source, kind)
+    op = op.input if source is torch.ops.aten else op.input_effect
+    return lambda x: op(x, [state] * 2 if kind == "lstm" else state, layer._flat_weights, True, 2, 0.0, True, False, True)[0]
 
 
 @pytest.mark.parametrize("batched", [by_autograd, by_vmap])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent(kind, batched):
-    ours, pytorchs = recurrent(kind)
     x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
-    out = pytorchs(x)
+    out = recurrent(kind, torch.ops.aten)(x)
     want = one_by_one(out, [x], cotangents(out))
-    out = ours(x)
+    out = recurrent(kind, ops)(x)
     torch.testing.assert_close(list(batched(out, [x], cotangents(out))), want)
 
 
@@ -93,27 +87,47 @@ def test_recurrent(kind, batched):
 def test_what_was_drawn(batched):
     """One draw for all of the batch: forward's. Nothing is drawn in backward."""
     x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
-    out = Draws()(x)
+    out = drawn(x)
     want = one_by_one(out, [x], cotangents(out))
     state = torch.get_rng_state()
     assert_equal(list(batched(out, [x], cotangents(out))), want)
     assert torch.equal(state, torch.get_rng_state())
 
 
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 5))
+
+    def forward(self, x):
+        return self.body(self.stem(x))
+
+
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 5)).double()
+    return Network().double()
 
 
-def test_jacobians_of_a_rewritten_model():
-    import tsmem
+DOORS = {
+    "file": lambda: tsmem.rewrite(torch.jit.script(network())),
+    "checkpoint": lambda: tsmem.rewrite(torch.jit.script(network()), checkpoint=["body"]),
+    "compile": lambda: torch.compile(network(), backend="tsmem", options={"strict": True}),
+}
 
+
+@pytest.mark.parametrize("door", DOORS)
+def test_jacobians_and_hessians(door):
     x = torch.randn(2, 3, 18, 18, dtype=torch.float64)
-    model = network()
-    rewritten = tsmem.rewrite(torch.jit.script(network()))
-    want = torch.autograd.functional.jacobian(model, x)
-    torch.testing.assert_close(torch.autograd.functional.jacobian(rewritten, x, vectorize=True), want, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.func.jacrev(rewritten)(x), want, rtol=1e-9, atol=1e-12)
+    of = torch.autograd.functional
+    model = DOORS[door]()
+    torch.testing.assert_close(of.jacobian(model, x, vectorize=True), of.jacobian(network(), x), rtol=1e-9, atol=1e-12)
+    some = x[:, :1, :6, :6].clone()
+
+    def squares(f):
+        return lambda t: f(F.pad(t, (6, 6, 6, 6)).expand(2, 3, 18, 18)).square().sum()
+
+    torch.testing.assert_close(of.hessian(squares(model), some, vectorize=True), of.hessian(squares(network()), some), rtol=1e-9, atol=1e-9)
 
 
 def test_second_derivatives_of_a_batch():
