@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "function.h"
 #include "norm_ops.h"
 #include "recompute.h"
 #include "registration.h"
@@ -37,7 +38,7 @@ Tensor add(const Tensor& self, const Tensor& other, const at::Scalar& alpha, int
   return out;
 }
 
-struct Mul : torch::autograd::Function<Mul> {
+struct Mul : Function<Mul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
@@ -48,7 +49,7 @@ struct Mul : torch::autograd::Function<Mul> {
     ctx->saved_data["b"] = b.sizes();
     return at::mul(a, b);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
     const SavedTensors kept(ctx);

@@ -4,6 +4,7 @@
 // Backwards as derivatives.yaml has them for these operators.
 #include <ATen/autocast_mode.h>
 
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -28,7 +29,7 @@ Tensor product(const OptTensor& self, const Tensor& a, const Tensor& b, const Sc
 
 Tensor times(const Tensor& t, const Scalar& factor) { return factor.equal(1) ? t : t * factor; }
 
-struct Product : torch::autograd::Function<Product> {
+struct Product : Function<Product> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptTensor& self,
                         const Scales& by) {
     ctx->set_materialize_grads(false);
@@ -43,7 +44,7 @@ struct Product : torch::autograd::Function<Product> {
     return product(self, a, b, by, a.dim() == 3);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(4);
     const SavedTensors kept(ctx);

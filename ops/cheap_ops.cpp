@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "derivatives.h"
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -118,7 +119,7 @@ struct Call : torch::CustomClassHolder {
 using CallPtr = c10::intrusive_ptr<Call>;
 
 // The backward of an operator that has a Derivative.
-struct Cheap : torch::autograd::Function<Cheap> {
+struct Cheap : Function<Cheap> {
   static Tensor forward(AutogradContext* ctx, at::TensorList operands, const CallPtr& call, bool recomputes,
                         bool* keeps_result) {
     ctx->set_materialize_grads(false);
@@ -148,7 +149,7 @@ struct Cheap : torch::autograd::Function<Cheap> {
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const auto& formulas = call->op->derivative->operands;
     const size_t count = call->sizes.size();

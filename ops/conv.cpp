@@ -7,7 +7,10 @@
 #include <torch/csrc/jit/runtime/interpreter.h>
 
 #include "common.h"
+#include "conv_args.h"
 #include "conv_slabs.h"
+#include "conv_weight_gradient.h"
+#include "function.h"
 #include "norm_relu_conv.h"
 #include "recompute.h"
 #include "registration.h"
@@ -19,14 +22,6 @@ using at::IntArrayRef;
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// What at::convolution_backward wants to know. `pad_after`: zeros appended to the input, last dimension first as in
-// constant_pad_nd, for an asymmetric padding='same'.
-struct ConvArgs {
-  std::vector<int64_t> stride, padding, dilation, output_padding, pad_after;
-  bool transposed = false;
-  int64_t groups = 1;
-};
 
 // PyTorch's op on batched operands.
 using Forward = std::function<Tensor(const Tensor& input, const Tensor& weight, const OptTensor& bias)>;
@@ -107,7 +102,26 @@ Tensor weight_gradient_of_norm(const SavedTensors& kept, const Tensor& grad, Int
                           : norm_relu_conv_weight_gradient(norm_relu_of(operands), grad, weight_sizes, window);
 }
 
-struct Conv : torch::autograd::Function<Conv> {
+void save_args(AutogradContext* ctx, const ConvArgs& args) {
+  auto& data = ctx->saved_data;
+  data["stride"] = args.stride;
+  data["padding"] = args.padding;
+  data["dilation"] = args.dilation;
+  data["output_padding"] = args.output_padding;
+  data["pad_after"] = args.pad_after;
+  data["transposed"] = args.transposed;
+  data["groups"] = args.groups;
+}
+
+ConvArgs saved_args(AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  const auto ints = [&](const char* name) { return data[name].toIntVector(); };
+  return {ints("stride"),         ints("padding"),   ints("dilation"),
+          ints("output_padding"), ints("pad_after"), data["transposed"].toBool(),
+          data["groups"].toInt()};
+}
+
+struct Conv : Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const ConvArgs& args, const Forward& aten_forward) {
     ctx->set_materialize_grads(false);
@@ -122,13 +136,7 @@ struct Conv : torch::autograd::Function<Conv> {
     data["weight_sizes"] = weight.sizes();
     data["weight_strides"] = weight.strides();
     data["bias_sizes"] = bias ? bias->sizes() : IntArrayRef();
-    data["stride"] = args.stride;
-    data["padding"] = args.padding;
-    data["dilation"] = args.dilation;
-    data["output_padding"] = args.output_padding;
-    data["pad_after"] = args.pad_after;
-    data["transposed"] = args.transposed;
-    data["groups"] = args.groups;
+    save_args(ctx, args);
     data["copied"] = copied(input) && copied(weight);
     return forward_of(input, weight, bias, args, aten_forward);
   }
@@ -145,15 +153,16 @@ struct Conv : torch::autograd::Function<Conv> {
     return by_parts(input, parts, [&](const Tensor& x) { return aten_forward(x, weight, bias); });
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(5);
     const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    const auto pad_after = ints("pad_after"), bias_sizes = ints("bias_sizes");
+    const ConvArgs args = saved_args(ctx);
+    const auto bias_sizes = ints("bias_sizes");
     std::vector<int64_t> unpad;
-    for (int64_t p : pad_after) unpad.push_back(-p);
+    for (int64_t p : args.pad_after) unpad.push_back(-p);
     const bool has_bias = !bias_sizes.empty();
     const std::array<bool, 3> want{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                    has_bias && ctx->needs_input_grad(2)};
@@ -167,30 +176,28 @@ struct Conv : torch::autograd::Function<Conv> {
     const auto run_part = [&](const Tensor& dy, Tensor input, std::array<bool, 3> mask) {
       if (!input.defined()) {
         sizes[0] = dy.size(0);
-        if (mask == std::array<bool, 3>{true, false, false} && pad_after.empty())
-          if (const Tensor g = conv_input_gradient(dy, weight, sizes, ints("stride"), ints("padding"), ints("dilation"),
-                                                   data["transposed"].toBool(), data["groups"].toInt());
+        if (mask == std::array<bool, 3>{true, false, false} && args.pad_after.empty())
+          if (const Tensor g = conv_input_gradient(dy, weight, sizes, args.stride, args.padding, args.dilation,
+                                                   args.transposed, args.groups);
               g.defined())
             return std::vector<Tensor>{g, Tensor(), Tensor()};
         input = shape_of(sizes, strides, grad.options());
       }
-      if (!pad_after.empty()) input = at::constant_pad_nd(input, pad_after);
+      if (!args.pad_after.empty()) input = at::constant_pad_nd(input, args.pad_after);
       auto [g, w, b] = at::convolution_backward(
-          dy, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), ints("stride"),
-          ints("padding"), ints("dilation"), data["transposed"].toBool(), ints("output_padding"),
-          data["groups"].toInt(), mask);
+          dy, input, weight, has_bias ? at::OptionalIntArrayRef(bias_sizes) : at::OptionalIntArrayRef(), args.stride,
+          args.padding, args.dilation, args.transposed, args.output_padding, args.groups, mask);
       if (mask[0] && !unpad.empty()) g = at::constant_pad_nd(g, unpad);
       return std::vector<Tensor>{mask[0] ? g : Tensor(), mask[1] ? w : Tensor(), mask[2] ? b : Tensor()};
     };
     // Differentiable as a whole only.
-    const bool cut = !at::GradMode::is_enabled() && data["copied"].toBool() && copied(grad);
+    const bool alone = !at::GradMode::is_enabled();
+    const bool cut = alone && data["copied"].toBool() && copied(grad);
     const int64_t parts = cut ? parts_of(sizes, grad.numel(), weight) : 1;
-    const bool plain = !data["transposed"].toBool() && data["groups"].toInt() == 1 && pad_after.empty();
-    const bool slabs_fit = cut && parts <= 1 && plain;
+    const bool slabs_fit = cut && parts <= 1 && is_plain(args);
     const auto run = [&](const Tensor& input, std::array<bool, 3> mask) {
       if (slabs_fit) {
-        const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
-        const ConvWindow window{stride, padding, dilation};
+        const ConvWindow window = window_of(args);
         const Tensor x = input.defined() ? input : shape_of(sizes, strides, grad.options());
         if (const int64_t slabs = conv_slabs(x, weight, window); slabs > 1) {
           const auto g = conv_backward_by_slabs(
@@ -213,18 +220,21 @@ struct Conv : torch::autograd::Function<Conv> {
       });
       return sum;
     };
-    std::vector<Tensor> g;
-    if (!kept.made(0)) {
+    const auto of_input = [&] { return want[0] ? run(Tensor(), {true, false, false})[0] : Tensor(); };
+    std::vector<Tensor> g(3);
+    const int64_t weight_parts = alone && want[1] ? weight_gradient_parts(grad, sizes, strides, weight, args) : 1;
+    if (weight_parts > 1) {
+      // The input's gradient first, for which oneDNN copies the weight: not beside the weight's own gradient.
+      g[0] = of_input();
+      std::tie(g[1], g[2]) = weight_gradient_by_parts(grad, kept[0], weight, args, want[2], weight_parts);
+    } else if (!kept.made(0)) {
       g = run(kept[0], want);
     } else {
       // An input that is recomputed is gone before its gradient is there.
-      g = {Tensor(), Tensor(), Tensor()};
-      if (plain && want[1] && !want[2]) {
-        const auto stride = ints("stride"), padding = ints("padding"), dilation = ints("dilation");
-        g[1] = weight_gradient_of_norm(kept, grad, sizes, strides, ints("weight_sizes"), {stride, padding, dilation});
-      }
+      if (is_plain(args) && want[1] && !want[2])
+        g[1] = weight_gradient_of_norm(kept, grad, sizes, strides, ints("weight_sizes"), window_of(args));
       if ((want[1] && !g[1].defined()) || want[2]) g = run(want[1] ? kept[0] : Tensor(), {false, want[1], want[2]});
-      if (want[0]) g[0] = run(Tensor(), {true, false, false})[0];
+      g[0] = of_input();
     }
     return {g[0], g[1], g[2], Tensor(), Tensor()};
   }

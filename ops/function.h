@@ -1,4 +1,4 @@
-// Autograd functions whose backward runs a kernel of ours, or makes something again.
+// What the ops' autograd functions have in common.
 #pragma once
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -10,7 +10,7 @@ using Gradients = torch::autograd::variable_list;
 
 // `f` of the gradients where none is batched. Of batched ones (torch.autograd.grad(..., is_grads_batched=True),
 // torch.func.vmap over torch.autograd.grad) f of each of the batch, put together again: kernels have no batching rules,
-// and what a node keeps is made for all of them.
+// and what is written in place has no room for a batch.
 Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(const Gradients&)>& f);
 
 // T has forward() as torch::autograd::Function asks, and gradients() in backward()'s place, which gets no batched ones.

@@ -1,4 +1,5 @@
 // glu: keeps its input, as PyTorch's, or what that is made from; its output can be recomputed.
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -9,7 +10,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Glu : torch::autograd::Function<Glu> {
+struct Glu : Function<Glu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
@@ -18,7 +19,7 @@ struct Glu : torch::autograd::Function<Glu> {
     ctx->saved_data["dim"] = dim;
     return at::glu(x, dim);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
     const SavedTensors kept(ctx);
     std::vector<Tensor> g{at::glu_backward(grads[0], kept[0], ctx->saved_data["dim"].toInt())};

@@ -7,6 +7,7 @@
 
 #include "linear.h"
 
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -25,7 +26,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Linear : torch::autograd::Function<Linear> {
+struct Linear : Function<Linear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
@@ -37,7 +38,7 @@ struct Linear : torch::autograd::Function<Linear> {
     return linear_of_rows(input, weight, bias);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(3);
     const SavedTensors kept(ctx);

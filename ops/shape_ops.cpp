@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "common.h"
+#include "function.h"
 #include "recompute.h"
 #include "registration.h"
 
@@ -93,7 +94,7 @@ Tensor aten_backward(const Tensor& grad, const Tensor& x, const Call& c) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-struct ShapeOnly : torch::autograd::Function<ShapeOnly> {
+struct ShapeOnly : Function<ShapeOnly> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Call& c) {
     ctx->set_materialize_grads(false);
     auto& data = ctx->saved_data;
@@ -108,7 +109,7 @@ struct ShapeOnly : torch::autograd::Function<ShapeOnly> {
     data["divisor"] = c.divisor_override;
     return aten_shape_op(x, c);
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(2);
     auto& data = ctx->saved_data;
