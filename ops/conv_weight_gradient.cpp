@@ -42,7 +42,9 @@ int64_t weight_gradient_parts(const Tensor& grad, IntArrayRef input_sizes, IntAr
   // A part has enough blocks for every thread.
   const int64_t blocks = weight.size(0) * weight.size(1) / (kBlock * kBlock) / (4 * at::get_num_threads());
   const int64_t units = args.groups > 1 ? args.groups : weight.size(1) / kBlock;
-  return std::max<int64_t>(1, std::min({bytes / kLeastPart, kMost, units, blocks}));
+  // Two parts, each there twice, would take what the whole takes.
+  const int64_t parts = std::min({bytes / kLeastPart, kMost, units, blocks});
+  return parts > 2 ? parts : 1;
 }
 
 std::pair<Tensor, Tensor> weight_gradient_by_parts(const Tensor& grad, const Tensor& input, const Tensor& weight,

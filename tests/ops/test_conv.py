@@ -486,3 +486,116 @@ def test_not_by_slabs(weight, shape, args):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert ran(lambda: ours(x).sum().backward())[1:] == (1, 1)
     compare(ours, pytorch, x)
+
+
+# Those whose weight is large beside their input: the weight's gradient is made some channels at a time.
+HEAVY = {  # op, weight, arguments, input
+    "conv2d": ("conv2d", (256, 512, 3, 3), ([1, 1], [1, 1]), (2, 512, 6, 7)),
+    "conv2d, parts that differ": ("conv2d", (512, 270, 3, 3), ([2, 1], [1, 0]), (2, 270, 7, 6)),
+    "conv2d, dilated": ("conv2d", (256, 512, 3, 3), ([1, 1], [5, 5], [5, 5]), (3, 512, 6, 6)),
+    "conv2d, of groups": ("conv2d", (768, 48, 6, 6), ([1, 1], [3, 3], [1, 1], 16), (2, 768, 5, 4)),
+    "conv1d, of groups": ("conv1d", (768, 48, 32), ([1], [16], [1], 16), (1, 768, 20)),
+    "conv3d": ("conv3d", (256, 256, 3, 3, 3), ([1, 1, 1], [1, 1, 1]), (2, 256, 2, 4, 5)),
+    "transposed": ("conv_transpose2d", (512, 256, 4, 4), ([2, 2], [1, 1]), (2, 512, 4, 3)),
+    "transposed, of groups": ("conv_transpose2d", (512, 160, 4, 4), ([2, 2], [1, 1], [1, 1], 4), (2, 512, 3, 3)),
+    "transposed, 3d": ("conv_transpose3d", (512, 256, 2, 2, 2), ([2, 2, 2],), (2, 512, 2, 2, 3)),
+}
+
+
+def heavy(name, dtype=torch.float32, bias=True, last=""):
+    """Ours, PyTorch, and an input. `last`: what is channels_last, of "x" and "w"."""
+    op, weight, args, shape = HEAVY[name]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    x, w = (
+        torch.randn(s, dtype=dtype).contiguous(memory_format=formats[len(s)] if letter in last else torch.contiguous_format)
+        for s, letter in ((shape, "x"), (weight, "w"))
+    )
+    groups = args[3] if len(args) > 3 else 1
+    b = torch.randn(groups * weight[1] if op.startswith("conv_transpose") else weight[0], dtype=dtype) if bias else None
+    return *(Layer(overload(o, op), w / 8, b, args) for o in (torch.ops.tsmem, torch.ops.aten)), x.requires_grad_()
+
+
+@pytest.mark.parametrize("last", ("", "x", "w", "xw"))
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_weights(name, last):
+    if last and name.startswith("conv1d"):
+        return
+    for bias in (True, False):
+        ours, pytorch, x = heavy(name, bias=bias, last=last)
+        _, forward, backward = ran(lambda: ours(x).sum().backward())  # noqa: B023
+        assert forward == 1 and backward > 2, backward
+        found = compare(ours, pytorch, x)
+        want = torch.autograd.grad(pytorch(x).sum(), [x, *pytorch.parameters()])
+        assert [g.stride() for g in found] == [g.stride() for g in want]
+        compare(ours, pytorch, x.detach())
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_frozen_beside_a_heavy_weight(name):
+    ours, pytorch, x = heavy(name)
+    for layer in (ours, pytorch):
+        layer.b.requires_grad_(False)
+    g = torch.randn_like(pytorch(x))
+    for a, e in zip(*(torch.autograd.grad(layer(x), (x, layer.w), g) for layer in (ours, pytorch)), strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-4, atol=2e-4 * float(e.abs().max()))
+    for layer in (ours, pytorch):
+        layer.w.requires_grad_(False)
+        layer.b.requires_grad_(True)
+    assert ran(lambda: ours(x).sum().backward())[2] == 1
+    for a, e in zip(*(torch.autograd.grad(layer(x), (x, layer.b), g) for layer in (ours, pytorch)), strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-4, atol=2e-4 * float(e.abs().max()))
+
+
+def test_a_heavy_weight_behind_what_is_made_again():
+    ours, _, x = heavy("conv2d")
+
+    def run(r):
+        return torch.ops.tsmem.conv2d(torch.ops.tsmem.act(x, "silu", [], r), ours.w, ours.b, [1, 1], [1, 1], [1, 1], 1, r)
+
+    (kept, again) = (torch.autograd.grad(run(r).square().sum(), (x, ours.w, ours.b)) for r in (0, 1))
+    assert_equal(again, kept)
+
+
+def test_heavy_weights_are_differentiable():
+    ours, pytorch, x = heavy("conv2d", dtype=torch.float32)
+    found = []
+    for layer in (ours, pytorch):
+        g = torch.autograd.grad(layer(x).square().mean(), (x, layer.w), create_graph=True)
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in g), (x, layer.w, layer.b)))
+    for a, e in zip(*found, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * float(e.abs().max()))
+
+
+def test_heavy_weights_in_16_bits():
+    ours, pytorch, x = heavy("conv2d", dtype=torch.bfloat16)
+    g = torch.randn_like(pytorch(x))
+    for a, e in zip(*(torch.autograd.grad(layer(x), (x, layer.w, layer.b), g) for layer in (ours, pytorch)), strict=True):
+        assert a.dtype == e.dtype == torch.bfloat16
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-2 * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("last", ("", "xw"))
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_weights_need_less_memory(name, last):
+    from allocator import memory
+
+    if last and name.startswith("conv1d"):
+        return
+    ours, pytorch, x = heavy(name, last=last)
+    a, b = (memory(layer, (x,), warmup=0) for layer in (ours, pytorch))
+    assert a.peak < 0.85 * b.peak and a.saved <= b.saved, (a, b)
+
+
+@pytest.mark.parametrize("weight,shape,dtype,groups", (
+    ((256, 256, 3, 3), (2, 256, 6, 6), torch.float32, 1),  # small
+    ((256, 512, 3, 3), (16, 512, 12, 12), torch.float32, 1),  # small beside its input
+    ((256, 512, 3, 3), (2, 512, 6, 6), torch.float64, 1),  # not oneDNN's
+    ((16384, 24, 3, 3), (2, 24, 3, 3), torch.float32, 1),  # of few channels
+    ((512, 256, 3, 3), (2, 512, 4, 4), torch.float32, 2),  # of few groups
+))  # fmt: skip
+def test_weights_that_are_not_heavy(weight, shape, dtype, groups):
+    w = torch.randn(weight, dtype=dtype)
+    ours, pytorch = (Layer(op.conv2d, w, None, ([1, 1], [1, 1], [1, 1], groups)) for op in (torch.ops.tsmem, torch.ops.aten))
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    assert ran(lambda: ours(x).sum().backward())[2] == 1
+    compare(ours, pytorch, x)
