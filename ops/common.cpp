@@ -142,6 +142,17 @@ at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Te
                        strides, options);
 }
 
+at::Tensor shape_in(at::IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options) {
+  switch (format) {
+    case at::MemoryFormat::ChannelsLast:
+      return shape_of(sizes, c10::get_channels_last_strides_2d(sizes), options);
+    case at::MemoryFormat::ChannelsLast3d:
+      return shape_of(sizes, c10::get_channels_last_strides_3d(sizes), options);
+    default:
+      return shape_of(sizes, c10::contiguous_strides(sizes), options);
+  }
+}
+
 namespace {
 struct Refuse : torch::autograd::Function<Refuse> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList grads,

@@ -88,6 +88,8 @@ int64_t graph_offset(const at::Tensor& x);
 // A tensor with x's sizes, strides and options and no memory behind it, for PyTorch's backward functions that read
 // nothing but its shape.
 at::Tensor shape_of(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options);
+// ... dense, in this format: contiguous or channels_last.
+at::Tensor shape_in(at::IntArrayRef sizes, at::MemoryFormat format, const at::TensorOptions& options);
 
 // Sizes [N, C_out, *] (or [C_out, *] for an unbatched input) as at::convolution(input, weight, …) has. Lists have an
 // entry, or one a dimension. Source: ATen/native/ConvUtils.h.

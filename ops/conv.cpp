@@ -116,9 +116,9 @@ void save_args(AutogradContext* ctx, const ConvArgs& args) {
 ConvArgs saved_args(AutogradContext* ctx) {
   auto& data = ctx->saved_data;
   const auto ints = [&](const char* name) { return data[name].toIntVector(); };
-  return {ints("stride"),         ints("padding"),   ints("dilation"),
-          ints("output_padding"), ints("pad_after"), data["transposed"].toBool(),
-          data["groups"].toInt()};
+  return {
+      ints("stride"),         ints("padding"),  ints("dilation"), ints("output_padding"), data["transposed"].toBool(),
+      data["groups"].toInt(), ints("pad_after")};
 }
 
 struct Conv : Function<Conv> {
@@ -222,11 +222,11 @@ struct Conv : Function<Conv> {
     };
     const auto of_input = [&] { return want[0] ? run(Tensor(), {true, false, false})[0] : Tensor(); };
     std::vector<Tensor> g(3);
-    const int64_t weight_parts = alone && want[1] ? weight_gradient_parts(grad, sizes, strides, weight, args) : 1;
-    if (weight_parts > 1) {
+    const int64_t together = alone && want[1] ? channels_together(grad, sizes, strides, weight, args) : 0;
+    if (together > 0) {
       // The input's gradient first, for which oneDNN copies the weight: not beside the weight's own gradient.
       g[0] = of_input();
-      std::tie(g[1], g[2]) = weight_gradient_by_parts(grad, kept[0], weight, args, want[2], weight_parts);
+      std::tie(g[1], g[2]) = weight_gradient_by_parts(grad, kept[0], weight, args, want[2], together);
     } else if (!kept.made(0)) {
       g = run(kept[0], want);
     } else {
@@ -275,11 +275,8 @@ Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bia
       out, {input, weight, value_or_undefined(b)},
       [args](std::vector<Tensor>& from, const std::vector<bool>&) {
         return Conv::forward_of(
-            from[0], from[1], optional(from[2]), args, [&](const Tensor& part, const Tensor& w, const OptTensor& bias) {
-              const Tensor x = args.pad_after.empty() ? part : at::constant_pad_nd(part, args.pad_after);
-              return at::convolution(x, w, bias, args.stride, args.padding, args.dilation, args.transposed,
-                                     args.output_padding, args.groups);
-            });
+            from[0], from[1], optional(from[2]), args,
+            [&](const Tensor& x, const Tensor& w, const OptTensor& bias) { return convolve(x, w, bias, args); });
       },
       offered.recompute, Pieces::no, offered.cost, Rows::all, Form::any, std::move(without_norm));
   return batched ? out : out.squeeze(0);
@@ -315,7 +312,7 @@ Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, In
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return aten_conv<D>(input, weight, bias, stride, padding, dilation, groups);
   const ConvArgs args{
-      expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), {}, false, groups};
+      expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), false, groups};
   return apply(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
@@ -332,13 +329,8 @@ Tensor conv_of_named_padding(const Tensor& input, const Tensor& weight, const Op
   const bool same = padding == "same";
   if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
     return aten(input, weight, bias);
-  ConvArgs args{expand(stride, D),
-                std::vector<int64_t>(D, 0),
-                expand(dilation, D),
-                std::vector<int64_t>(D, 0),
-                {},
-                false,
-                groups};
+  ConvArgs args{
+      expand(stride, D), std::vector<int64_t>(D, 0), expand(dilation, D), std::vector<int64_t>(D, 0), false, groups};
   if (same && args.dilation.size() == D) {
     // The odd one of an odd total goes after the input, by a padding of its own.
     std::vector<int64_t> after(2 * D, 0);
@@ -387,7 +379,7 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor
   if (!ours(input, weight, bias) || weight.dim() != D + 2)
     return aten_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
   const ConvArgs args{
-      expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), {}, true, groups};
+      expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), true, groups};
   return apply(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
@@ -408,7 +400,7 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& b
   const int64_t d = weight.dim() - 2;
   return apply(
       input, weight, bias,
-      {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), {}, transposed, groups},
+      {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), transposed, groups},
       aten_forward, recompute);
 }
 

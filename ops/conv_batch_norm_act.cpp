@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "act_table.h"
+#include "conv_args.h"
 #include "function.h"
 #include "norm_ops.h"
 #include "registration.h"
@@ -18,16 +19,6 @@ using at::IntArrayRef;
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct ConvArgs {
-  std::vector<int64_t> stride, padding, dilation, output_padding;
-  bool transposed;
-  int64_t groups;
-
-  Tensor forward(const Tensor& x, const Tensor& w, const OptTensor& b) const {
-    return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups);
-  }
-};
 
 struct ConvNorm : Function<ConvNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& conv_weight,
@@ -41,7 +32,7 @@ struct ConvNorm : Function<ConvNorm> {
     const bool keep_mask = bits && !from_y;
     const bool needs_y = from_y || want_w || (bn.training && want_conv), again = needs_y && recompute_y;
 
-    const Tensor y = conv.forward(input, conv_weight, conv_bias);
+    const Tensor y = convolve(input, conv_weight, conv_bias, conv);
     auto [out, mean, invstd, mask] = norm_forward(y, bn, {}, act, keep_mask);
     const bool keep_input = again || conv_weight.requires_grad(),
                keep_weight = again || input.requires_grad() || conv_weight.is_leaf();
@@ -104,7 +95,7 @@ struct ConvNorm : Function<ConvNorm> {
                                          kept_or_any(b.weight, want[3], b.mean, b.weight_dtype),
                                          kept_or_any(b.bias, want[4], b.mean, b.bias_dtype)};
       const auto g = differentiable_gradients(operands, want, before, [&](const auto& t) {
-        return norm_by_pytorch(conv.forward(t[0], t[1], optional(t[2])), optional(t[3]), optional(t[4]), b.mean,
+        return norm_by_pytorch(convolve(t[0], t[1], optional(t[2]), conv), optional(t[3]), optional(t[4]), b.mean,
                                b.invstd, b.training, b.eps, {}, rest);
       });
       std::copy(g.begin(), g.end(), result.begin());
@@ -113,7 +104,7 @@ struct ConvNorm : Function<ConvNorm> {
     std::vector<Tensor> g(5);
     {
       at::NoGradGuard no_grad;
-      if (data["recompute_y"].toBool()) b.input = conv.forward(saved[0], saved[1], optional(saved[2]));
+      if (data["recompute_y"].toBool()) b.input = convolve(saved[0], saved[1], optional(saved[2]), conv);
       const bool through = want[0] || want[1] || want[2];
       auto norm = norm_backward(b, act, {through, want[3], want[4], false});
       g[3] = in_dtype(norm[1], data["weight_dtype"]);
@@ -122,9 +113,8 @@ struct ConvNorm : Function<ConvNorm> {
         // Of an operand that is not kept, the backward functions read the shape alone.
         const auto shape = [&](const Tensor& kept, const char* sizes, const char* format) {
           if (kept.defined()) return kept;
-          const auto meta = at::empty(data[sizes].toIntVector(), grad.options().device(at::kMeta),
-                                      static_cast<at::MemoryFormat>(data[format].toInt()));
-          return shape_of(meta.sizes(), meta.strides(), grad.options());
+          return shape_in(data[sizes].toIntVector(), static_cast<at::MemoryFormat>(data[format].toInt()),
+                          grad.options());
         };
         const Tensor weight = shape(saved[1], "conv_weight_sizes", "conv_weight_format");
         if (want[0] && !want[1] && !want[2] && !saved[0].defined())
@@ -180,7 +170,7 @@ Tensor conv_batch_norm_act(const Tensor& input_, const Tensor& conv_weight_, con
       (!conv_bias || fits(*conv_bias)) && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
       norm_usable(input, transposed ? conv_weight.sym_size(1) * groups : conv_weight.sym_size(0), bn, act);
   if (fused) return ConvNorm::apply(input, conv_weight, conv_bias, weight, bias, conv, bn, act, recompute);
-  const Tensor y = conv.forward(input, conv_weight, conv_bias);
+  const Tensor y = convolve(input, conv_weight, conv_bias, conv);
   if (grad || !norm_usable(y, bn, {}, act)) return aten_act(aten_norm(y, bn, cudnn_enabled), act);
   return std::get<0>(norm_forward(y, bn, {}, act, false));
 }

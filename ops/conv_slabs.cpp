@@ -1,9 +1,10 @@
 #include "conv_slabs.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/native/ConvUtils.h>
 
 #include <algorithm>
+
+#include "conv_args.h"
 
 namespace tsmem {
 
@@ -15,9 +16,7 @@ namespace {
 bool makes_patches(const Tensor& input, const Tensor& weight, const ConvWindow& w) {
   using at::native::ConvBackend;
   const std::vector<int64_t> none(w.stride.size(), 0);
-  const ConvBackend backend = at::native::select_conv_backend(
-      input, weight, std::nullopt, c10::fromIntArrayRefSlow(w.stride), c10::fromIntArrayRefSlow(w.padding),
-      c10::fromIntArrayRefSlow(w.dilation), false, c10::fromIntArrayRefSlow(none), 1, std::nullopt);
+  const ConvBackend backend = conv_backend(input, weight, {w.stride.vec(), w.padding.vec(), w.dilation.vec(), none});
   // The dilated ones make the patches of one sample at a time themselves.
   return backend == ConvBackend::Slow2d || backend == ConvBackend::Slow3d;
 }

@@ -1,11 +1,8 @@
 #include "conv_weight_gradient.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/native/ConvUtils.h>
 
 #include <algorithm>
-
-#include "common.h"
 
 namespace tsmem {
 
@@ -17,63 +14,98 @@ namespace {
 // oneDNN's layouts have this many channels together.
 constexpr int64_t kBlock = 16;
 
-// Of an input and a weight of these shapes.
-bool by_onednn(IntArrayRef input_sizes, IntArrayRef input_strides, const Tensor& weight, const ConvArgs& args) {
+// How a convolution's channels are cut.
+struct Cut {
+  bool grouped, input, grad;  // there are groups; of the input and of the gradient a part has some channels
+  int64_t dim, all;           // of the weight, and the number of its channels or groups
+
+  Cut(const Tensor& weight, const ConvArgs& args)
+      : grouped(args.groups > 1),
+        input(grouped || !args.transposed),
+        grad(grouped || args.transposed),
+        dim(grouped ? 0 : 1),
+        all(grouped ? args.groups : weight.size(1)) {}
+
+  // Of a dimension of this size, what belongs to so many of `all`.
+  int64_t share(int64_t size, int64_t count) const { return size / all * count; }
+  Tensor part(const Tensor& t, int64_t d, int64_t first, int64_t count) const {
+    return t.narrow(d, share(t.size(d), first), share(t.size(d), count));
+  }
+};
+
+bool is_onednns(const Tensor& input, const Tensor& weight, const ConvArgs& args) {
   using at::native::ConvBackend;
-  const auto options = at::TensorOptions(weight.scalar_type());  // the meta device stands for the CPU
-  const ConvBackend backend = at::native::select_conv_backend(
-      shape_of(input_sizes, input_strides, options), shape_of(weight.sizes(), weight.strides(), options), std::nullopt,
-      c10::fromIntArrayRefSlow(args.stride), c10::fromIntArrayRefSlow(args.padding),
-      c10::fromIntArrayRefSlow(args.dilation), args.transposed, c10::fromIntArrayRefSlow(args.output_padding),
-      args.groups, std::nullopt);
+  const ConvBackend backend = conv_backend(input, weight, args);
   return backend == ConvBackend::Mkldnn || backend == ConvBackend::MkldnnTranspose;
+}
+
+// As PyTorch runs a convolution in one dimension.
+ConvArgs in_two_dimensions(ConvArgs args) {
+  for (auto* list : {&args.stride, &args.dilation}) list->insert(list->begin(), 1);
+  for (auto* list : {&args.padding, &args.output_padding}) list->insert(list->begin(), 0);
+  return args;
 }
 
 }  // namespace
 
-int64_t weight_gradient_parts(const Tensor& grad, IntArrayRef input_sizes, IntArrayRef input_strides,
-                              const Tensor& weight, const ConvArgs& args) {
+int64_t channels_together(const Tensor& grad, IntArrayRef input_sizes, IntArrayRef input_strides, const Tensor& weight,
+                          const ConvArgs& args) {
   constexpr int64_t kLeast = 4 << 20, kLeastPart = 1 << 20, kMost = 8;  // bytes, bytes, parts
-  const auto element = static_cast<int64_t>(weight.element_size()), bytes = weight.numel() * element;
+  const int64_t bytes = weight.numel() * static_cast<int64_t>(weight.element_size());
   if (!(grad.is_cpu() || grad.is_meta()) || bytes < kLeast || !args.pad_after.empty() || weight.dim() < 3 ||
-      weight.numel() < c10::multiply_integers(input_sizes) + grad.numel() ||
-      !by_onednn(input_sizes, input_strides, weight, args))
-    return 1;
-  // A part has enough blocks for every thread.
-  const int64_t blocks = weight.size(0) * weight.size(1) / (kBlock * kBlock) / (4 * at::get_num_threads());
-  const int64_t units = args.groups > 1 ? args.groups : weight.size(1) / kBlock;
+      weight.numel() < c10::multiply_integers(input_sizes) + grad.numel())
+    return 0;
+  const Cut cut(weight, args);
+  const int64_t blocks_of_a_thread = weight.size(0) * weight.size(1) / (kBlock * kBlock) / at::get_num_threads();
+  const int64_t parts = std::min({bytes / kLeastPart, kMost, blocks_of_a_thread / 4});
+  if (parts < 2) return 0;
+  int64_t together = (cut.all + parts - 1) / parts;
+  if (!cut.grouped) together = (together + kBlock - 1) / kBlock * kBlock;
   // Two parts, each there twice, would take what the whole takes.
-  const int64_t parts = std::min({bytes / kLeastPart, kMost, units, blocks});
-  return parts > 2 ? parts : 1;
+  if (2 * together >= cut.all) return 0;
+
+  if (weight.dim() == 3) {
+    const Tensor x = shape_of(input_sizes, input_strides, grad.options()).unsqueeze(2);
+    return channels_together(grad.unsqueeze(2), x.sizes(), x.strides(), weight.unsqueeze(2), in_two_dimensions(args));
+  }
+  // The last part is the smallest. The meta device stands for the CPU.
+  const int64_t rest = cut.all % together, least = rest > 0 ? rest : together;
+  const auto options = at::TensorOptions(weight.scalar_type());
+  const Tensor x = shape_of(input_sizes, input_strides, options),
+               w = shape_of(weight.sizes(), weight.strides(), options);
+  ConvArgs of_part = args;
+  if (cut.grouped) of_part.groups = least;
+  const bool by_onednn = is_onednns(x, w, args) &&
+                         is_onednns(cut.input ? cut.part(x, 1, 0, least) : x, cut.part(w, cut.dim, 0, least), of_part);
+  return by_onednn ? together : 0;
 }
 
 std::pair<Tensor, Tensor> weight_gradient_by_parts(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                   const ConvArgs& args, bool want_bias, int64_t parts) {
-  const bool grouped = args.groups > 1;
-  const bool cut_input = grouped || !args.transposed, cut_grad = grouped || args.transposed;
-  const int64_t dim = grouped ? 0 : 1, all = grouped ? args.groups : weight.size(1);
-  int64_t each = (all + parts - 1) / parts;
-  if (!grouped) each = (each + kBlock - 1) / kBlock * kBlock;
+                                                   const ConvArgs& args, bool want_bias, int64_t together) {
+  if (weight.dim() == 3) {
+    const auto [w, b] = weight_gradient_by_parts(grad.unsqueeze(2), input.unsqueeze(2), weight.unsqueeze(2),
+                                                 in_two_dimensions(args), want_bias, together);
+    return {w.squeeze(2), b};
+  }
+  const Cut cut(weight, args);
   Tensor of_weight, of_bias;
-  for (int64_t first = 0; first < all; first += each) {
-    const int64_t count = std::min(each, all - first);
-    const auto part = [&](const Tensor& t, int64_t d) {
-      const int64_t per = t.size(d) / all;
-      return t.narrow(d, first * per, count * per);
-    };
-    const Tensor x = cut_input ? part(input, 1) : input, dy = cut_grad ? part(grad, 1) : grad;
-    const Tensor meta =
-        at::empty(part(weight, dim).sizes(), grad.options().device(at::kMeta), weight.suggest_memory_format());
+  for (int64_t first = 0; first < cut.all; first += together) {
+    const int64_t count = std::min(together, cut.all - first);
+    const Tensor x = cut.input ? cut.part(input, 1, first, count) : input;
+    const Tensor dy = cut.grad ? cut.part(grad, 1, first, count) : grad;
+    auto sizes = weight.sizes().vec();
+    sizes[cut.dim] = cut.share(sizes[cut.dim], count);
     const std::vector<int64_t> bias_sizes{dy.size(1)};
-    const bool bias = want_bias && (cut_grad || first == 0);
-    const auto [_, w, b] = at::convolution_backward(
-        dy, x, shape_of(meta.sizes(), meta.strides(), grad.options()), at::OptionalIntArrayRef(bias_sizes), args.stride,
-        args.padding, args.dilation, args.transposed, args.output_padding, grouped ? count : 1, {false, true, bias});
+    const bool bias = want_bias && (cut.grad || first == 0);
+    const auto [_, w, b] =
+        at::convolution_backward(dy, x, shape_in(sizes, weight.suggest_memory_format(), grad.options()),
+                                 at::OptionalIntArrayRef(bias_sizes), args.stride, args.padding, args.dilation,
+                                 args.transposed, args.output_padding, cut.grouped ? count : 1, {false, true, bias});
     if (!of_weight.defined()) of_weight = at::empty(weight.sizes(), w.options(), w.suggest_memory_format());
-    part(of_weight, dim).copy_(w);
+    cut.part(of_weight, cut.dim, first, count).copy_(w);
     if (!bias) continue;
     if (!of_bias.defined()) of_bias = at::empty({grad.size(1)}, b.options());
-    (cut_grad ? part(of_bias, 0) : of_bias).copy_(b);
+    (cut.grad ? cut.part(of_bias, 0, first, count) : of_bias).copy_(b);
   }
   return {of_weight, of_bias};
 }

@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
+#include <ATen/functorch/TensorWrapper.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
 
 // After torch.func's header, whose calls its names would make ambiguous.
 #include <ATen/LegacyBatchedTensorImpl.h>
@@ -30,7 +33,7 @@ std::optional<Vmap> vmap_of(const Tensor& t) {
   return {};
 }
 
-// Each of the batch.
+// Each of the batch; of an empty one nothing.
 std::vector<Tensor> unbatched(const Tensor& t, const Vmap& vmap) {
   if (vmap.functorch) {
     const auto* batched = at::functorch::maybeGetBatchedImpl(t);
@@ -41,56 +44,85 @@ std::vector<Tensor> unbatched(const Tensor& t, const Vmap& vmap) {
   return at::_remove_batch_dim(t, vmap.level, size, 0).unbind(0);
 }
 
-Tensor batched(const std::vector<Tensor>& each, const Vmap& vmap) {
-  const Tensor all = at::stack(each);
+Tensor batched(const Tensor& all, const Vmap& vmap) {
   return vmap.functorch ? at::functorch::makeBatched(all, 0, vmap.level) : at::_add_batch_dim(all, 0, vmap.level);
 }
 
-// Outside of torch.func's vmap while this lives.
+// Outside of the transforms of torch.func from `level` on, and of torch.autograd's vmap, in which nothing may be drawn:
+// backward draws again what forward drew.
 class Outside {
  public:
-  explicit Outside(const Vmap& vmap) {
-    const auto layer = at::functorch::maybeCurrentDynamicLayer();
-    if (vmap.functorch && layer && layer->layerId() == vmap.level) layer_ = at::functorch::popDynamicLayer();
+  explicit Outside(int64_t level) {
+    for (auto layer = at::functorch::maybeCurrentDynamicLayer(); layer && layer->layerId() >= level;
+         layer = at::functorch::maybeCurrentDynamicLayer())
+      layers_.push_back(at::functorch::popDynamicLayer());
   }
   ~Outside() {
-    if (layer_) at::functorch::pushDynamicLayer(std::move(*layer_));
+    for (; !layers_.empty(); layers_.pop_back()) at::functorch::pushDynamicLayer(std::move(layers_.back()));
   }
   Outside(const Outside&) = delete;
   Outside& operator=(const Outside&) = delete;
 
  private:
-  std::optional<at::functorch::DynamicLayer> layer_;
+  c10::impl::ExcludeDispatchKeyGuard no_vmap_mode_{c10::DispatchKey::VmapMode};
+  std::vector<at::functorch::DynamicLayer> layers_;
+};
+
+thread_local bool others_wait = false;
+
+// While this lives, other gradients of a batch wait for the same node.
+struct Waiting {
+  explicit Waiting(bool others) : before(others_wait) { others_wait |= others; }
+  ~Waiting() { others_wait = before; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  const bool before;
 };
 
 }  // namespace
 
+bool last_reader() { return !others_wait && !torch::autograd::get_current_graph_task_keep_graph(); }
+
 Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(const Gradients&)>& f) {
   std::optional<Vmap> vmap;
-  for (const Tensor& g : grads)
+  bool wrapped = false;  // by torch.func.grad, which sees what is computed from it
+  for (const Tensor& g : grads) {
     if (const auto of = vmap_of(g); of && (!vmap || of->level > vmap->level)) vmap = of;
-  if (!vmap) return f(grads);
+    wrapped |= g.defined() && at::functorch::maybeGetTensorWrapper(g) != nullptr;
+  }
+  if (!vmap) {
+    if (wrapped || !at::functorch::maybeCurrentDynamicLayer()) return f(grads);
+    const Outside outside(1);
+    return f(grads);
+  }
 
-  std::vector<std::vector<Tensor>> given;  // a gradient, each of the batch; none: the same for all
+  std::vector<Gradients> found;  // of each of the batch
   size_t size = 0;
-  std::vector<Gradients> found;
   {
-    const Outside outside(*vmap);
+    const Outside outside(vmap->functorch ? vmap->level : INT64_MAX);
+    std::vector<std::vector<Tensor>> given;  // a gradient, each of the batch; none: the same for all
     for (const Tensor& g : grads) {
-      given.push_back(vmap_of(g) == vmap ? unbatched(g, *vmap) : std::vector<Tensor>());
+      const bool in_batch = vmap_of(g) == vmap;
+      given.push_back(in_batch ? unbatched(g, *vmap) : std::vector<Tensor>());
       size = std::max(size, given.back().size());
     }
-    for (size_t i = 0; i < size; ++i) {
+    for (size_t i = 0; i < std::max<size_t>(size, 1); ++i) {
       Gradients each;
-      for (size_t k = 0; k < grads.size(); ++k) each.push_back(given[k].empty() ? grads[k] : given[k][i]);
+      for (size_t k = 0; k < grads.size(); ++k)
+        each.push_back(vmap_of(grads[k]) != vmap ? grads[k]
+                       : given[k].empty()        ? at::zeros(grads[k].sizes(), grads[k].options())
+                                                 : given[k][i]);
+      const Waiting waiting(i + 1 < size);
       found.push_back(one_at_a_time(each, f));
     }
   }
-  Gradients result(found.empty() ? 0 : found.front().size());
+  Gradients result(found.front().size());
   for (size_t k = 0; k < result.size(); ++k) {
     std::vector<Tensor> of_each;
-    for (const Gradients& g : found) of_each.push_back(g[k]);
-    if (of_each.front().defined()) result[k] = batched(of_each, *vmap);
+    for (Gradients& g : found) of_each.push_back(std::move(g[k]));
+    if (!of_each.front().defined()) continue;
+    const Tensor all = at::stack(of_each);
+    result[k] = batched(all.narrow(0, 0, static_cast<int64_t>(size)), *vmap);
   }
   return result;
 }

@@ -244,7 +244,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       const auto dtype = ctx->saved_data["dtype"].toScalarType(), wide = acc_type(dtype);
       Tensor factor = grad.to(wide);
       if (const Tensor total = kept[3]; total.defined()) factor = factor.div(total);
-      const bool last = !torch::autograd::get_current_graph_task_keep_graph();
+      const bool last = last_reader();
       for (size_t i = 0; i < 3; ++i) {
         const Tensor g = kept[i];
         if (!g.defined() || !ctx->needs_input_grad(i)) continue;

@@ -116,7 +116,7 @@ struct RnnLayer : Function<RnnLayer> {
       return result;
     }
     // Whoever has hooks on saved tensors may hold the gates.
-    if (!torch::autograd::get_current_graph_task_keep_graph() && !data["hooks"].toBool()) want |= kTakesGates;
+    if (last_reader() && !data["hooks"].toBool()) want |= kTakesGates;
     {
       c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       auto [dx, dh, dc, dw] =

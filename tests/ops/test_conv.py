@@ -502,6 +502,15 @@ HEAVY = {  # op, weight, arguments, input
 }
 
 
+@pytest.fixture
+def two_threads():
+    """How many parts there are depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def heavy(name, dtype=torch.float32, bias=True, last=""):
     """Ours, PyTorch, and an input. `last`: what is channels_last, of "x" and "w"."""
     op, weight, args, shape = HEAVY[name]
@@ -517,7 +526,7 @@ def heavy(name, dtype=torch.float32, bias=True, last=""):
 
 @pytest.mark.parametrize("last", ("", "x", "w", "xw"))
 @pytest.mark.parametrize("name", HEAVY)
-def test_heavy_weights(name, last):
+def test_heavy_weights(name, last, two_threads):
     if last and name.startswith("conv1d"):
         return
     for bias in (True, False):
@@ -566,6 +575,24 @@ def test_heavy_weights_are_differentiable():
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * float(e.abs().max()))
 
 
+def test_heavy_weights_of_other_layouts(two_threads):
+    w = torch.randn(512, 32, 512).transpose(1, 2)
+    ours, pytorch = (Layer(op.conv1d, w, None, ([1], [16])) for op in (torch.ops.tsmem, torch.ops.aten))
+    x = torch.randn(2, 20, 512).transpose(1, 2).requires_grad_()
+    assert ran(lambda: ours(x).sum().backward())[2] > 2
+    found = compare(ours, pytorch, x)
+    want = torch.autograd.grad(pytorch(x).sum(), [x, *pytorch.parameters()])
+    assert [g.stride() for g in found] == [g.stride() for g in want]
+
+
+def test_batched_gradients_of_heavy_weights():
+    ours, pytorch, x = heavy("conv2d")
+    g = torch.randn(2, *pytorch(x).shape)
+    found, want = (torch.autograd.grad(layer(x), (x, layer.w, layer.b), g, is_grads_batched=True) for layer in (ours, pytorch))
+    for a, e in zip(found, want, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-4, atol=2e-4 * float(e.abs().max()))
+
+
 def test_heavy_weights_in_16_bits():
     ours, pytorch, x = heavy("conv2d", dtype=torch.bfloat16)
     g = torch.randn_like(pytorch(x))
@@ -576,7 +603,7 @@ def test_heavy_weights_in_16_bits():
 
 @pytest.mark.parametrize("last", ("", "xw"))
 @pytest.mark.parametrize("name", HEAVY)
-def test_heavy_weights_need_less_memory(name, last):
+def test_heavy_weights_need_less_memory(name, last, two_threads):
     from allocator import memory
 
     if last and name.startswith("conv1d"):
@@ -592,6 +619,8 @@ def test_heavy_weights_need_less_memory(name, last):
     ((256, 512, 3, 3), (2, 512, 6, 6), torch.float64, 1),  # not oneDNN's
     ((16384, 24, 3, 3), (2, 24, 3, 3), torch.float32, 1),  # of few channels
     ((512, 256, 3, 3), (2, 512, 4, 4), torch.float32, 2),  # of few groups
+    ((512, 512, 3, 3), (1, 512, 7, 7), torch.float32, 1),  # its parts would not be oneDNN's
+    ((4096, 63, 3, 3), (2, 63, 2, 2), torch.float32, 1),  # of 63 channels, which make two parts
 ))  # fmt: skip
 def test_weights_that_are_not_heavy(weight, shape, dtype, groups):
     w = torch.randn(weight, dtype=dtype)
