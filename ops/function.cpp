@@ -2,6 +2,7 @@
 #include "function.h"
 
 #include <ATen/ATen.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/functorch/TensorWrapper.h>
@@ -31,6 +32,10 @@ std::optional<Vmap> vmap_of(const Tensor& t) {
   if (const auto* batched = at::functorch::maybeGetBatchedImpl(t)) return Vmap{batched->level(), true};
   if (const auto* batched = at::maybeGetBatchedImpl(t)) return Vmap{batched->bdims().back().level(), false};
   return {};
+}
+
+bool in_a_transform() {
+  return at::functorch::functorchTLSAccessor() && at::functorch::maybeCurrentDynamicLayer().has_value();
 }
 
 // Each of the batch; of an empty one nothing.
@@ -91,7 +96,7 @@ Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(co
     wrapped |= g.defined() && at::functorch::maybeGetTensorWrapper(g) != nullptr;
   }
   if (!vmap) {
-    if (wrapped || !at::functorch::maybeCurrentDynamicLayer()) return f(grads);
+    if (wrapped || !in_a_transform()) return f(grads);
     const Outside outside(1);
     return f(grads);
   }
