@@ -224,7 +224,8 @@ struct Conv : Function<Conv> {
     std::vector<Tensor> g(3);
     const int64_t together = alone && want[1] ? channels_together(grad, sizes, strides, weight, args) : 0;
     if (together > 0) {
-      // The input's gradient first, for which oneDNN copies the weight: not beside the weight's own gradient.
+      // The input's gradient first, for which oneDNN copies the weight: beside a small input, not beside the weight's
+      // gradient.
       g[0] = of_input();
       std::tie(g[1], g[2]) = weight_gradient_by_parts(grad, kept[0], weight, args, want[2], together);
     } else if (!kept.made(0)) {

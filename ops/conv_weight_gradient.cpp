@@ -11,7 +11,7 @@ using at::Tensor;
 
 namespace {
 
-// oneDNN's layouts have this many channels together.
+// At most so many channels are together in oneDNN's layouts.
 constexpr int64_t kBlock = 16;
 
 // How a convolution's channels are cut.
@@ -39,7 +39,7 @@ bool is_onednns(const Tensor& input, const Tensor& weight, const ConvArgs& args)
   return backend == ConvBackend::Mkldnn || backend == ConvBackend::MkldnnTranspose;
 }
 
-// As PyTorch runs a convolution in one dimension.
+// As PyTorch runs a convolution in one dimension, of a contiguous input.
 ConvArgs in_two_dimensions(ConvArgs args) {
   for (auto* list : {&args.stride, &args.dilation}) list->insert(list->begin(), 1);
   for (auto* list : {&args.padding, &args.output_padding}) list->insert(list->begin(), 0);
@@ -65,7 +65,7 @@ int64_t channels_together(const Tensor& grad, IntArrayRef input_sizes, IntArrayR
   if (2 * together >= cut.all) return 0;
 
   if (weight.dim() == 3) {
-    const Tensor x = shape_of(input_sizes, input_strides, grad.options()).unsqueeze(2);
+    const Tensor x = shape_of(input_sizes, c10::contiguous_strides(input_sizes), weight.scalar_type()).unsqueeze(2);
     return channels_together(grad.unsqueeze(2), x.sizes(), x.strides(), weight.unsqueeze(2), in_two_dimensions(args));
   }
   // The last part is the smallest. The meta device stands for the CPU.
@@ -83,8 +83,8 @@ int64_t channels_together(const Tensor& grad, IntArrayRef input_sizes, IntArrayR
 std::pair<Tensor, Tensor> weight_gradient_by_parts(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                    const ConvArgs& args, bool want_bias, int64_t together) {
   if (weight.dim() == 3) {
-    const auto [w, b] = weight_gradient_by_parts(grad.unsqueeze(2), input.unsqueeze(2), weight.unsqueeze(2),
-                                                 in_two_dimensions(args), want_bias, together);
+    const auto [w, b] = weight_gradient_by_parts(grad.unsqueeze(2), input.contiguous().unsqueeze(2),
+                                                 weight.unsqueeze(2), in_two_dimensions(args), want_bias, together);
     return {w.squeeze(2), b};
   }
   const Cut cut(weight, args);
@@ -104,8 +104,11 @@ std::pair<Tensor, Tensor> weight_gradient_by_parts(const Tensor& grad, const Ten
     if (!of_weight.defined()) of_weight = at::empty(weight.sizes(), w.options(), w.suggest_memory_format());
     cut.part(of_weight, cut.dim, first, count).copy_(w);
     if (!bias) continue;
-    if (!of_bias.defined()) of_bias = at::empty({grad.size(1)}, b.options());
-    (cut.grad ? cut.part(of_bias, 0, first, count) : of_bias).copy_(b);
+    if (!cut.grad)
+      of_bias = b;
+    else if (!of_bias.defined())
+      of_bias = at::empty({grad.size(1)}, b.options());
+    if (cut.grad) cut.part(of_bias, 0, first, count).copy_(b);
   }
   return {of_weight, of_bias};
 }

@@ -1,6 +1,6 @@
 // The gradient of a convolution's weight that is large beside its input, some channels at a time: oneDNN makes it in a
 // layout of its own and copies it into PyTorch's, and its kernels for matrix products take a workspace of four times
-// its size. Of a part both are small. Each element belongs to one part, so that the sums are the same.
+// its size. Of a part both are small. Each element belongs to one part, so that no sum is cut.
 #pragma once
 #include <ATen/ATen.h>
 

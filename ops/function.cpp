@@ -6,8 +6,7 @@
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/functorch/TensorWrapper.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 // After torch.func's header, whose calls its names would make ambiguous.
 #include <ATen/LegacyBatchedTensorImpl.h>
@@ -38,6 +37,22 @@ bool in_a_transform() {
   return at::functorch::functorchTLSAccessor() && at::functorch::maybeCurrentDynamicLayer().has_value();
 }
 
+// Without torch.func.grad's wrappers, which record nothing in a backward that is not differentiated itself.
+Tensor unwrapped(Tensor t) {
+  using at::functorch::TransformType;
+  while (const auto* wrapper =
+             t.defined() && !at::GradMode::is_enabled() ? at::functorch::maybeGetTensorWrapper(t) : nullptr) {
+    const auto level = wrapper->level();
+    const auto& layers = at::functorch::getDynamicLayerStack();
+    const bool of_grad = level && *level >= 1 && *level <= static_cast<int64_t>(layers.size()) &&
+                         layers[*level - 1].key() == TransformType::Grad;
+    if (!of_grad) break;
+    const Tensor inside = wrapper->value();
+    t = inside;
+  }
+  return t;
+}
+
 // Each of the batch; of an empty one nothing.
 std::vector<Tensor> unbatched(const Tensor& t, const Vmap& vmap) {
   if (vmap.functorch) {
@@ -53,13 +68,11 @@ Tensor batched(const Tensor& all, const Vmap& vmap) {
   return vmap.functorch ? at::functorch::makeBatched(all, 0, vmap.level) : at::_add_batch_dim(all, 0, vmap.level);
 }
 
-// Outside of the transforms of torch.func from `level` on, and of torch.autograd's vmap, in which nothing may be drawn:
-// backward draws again what forward drew.
+// Outside of the transforms of torch.func from `level` on.
 class Outside {
  public:
   explicit Outside(int64_t level) {
-    for (auto layer = at::functorch::maybeCurrentDynamicLayer(); layer && layer->layerId() >= level;
-         layer = at::functorch::maybeCurrentDynamicLayer())
+    while (in_a_transform() && at::functorch::maybeCurrentDynamicLayer()->layerId() >= level)
       layers_.push_back(at::functorch::popDynamicLayer());
   }
   ~Outside() {
@@ -69,7 +82,6 @@ class Outside {
   Outside& operator=(const Outside&) = delete;
 
  private:
-  c10::impl::ExcludeDispatchKeyGuard no_vmap_mode_{c10::DispatchKey::VmapMode};
   std::vector<at::functorch::DynamicLayer> layers_;
 };
 
@@ -88,46 +100,54 @@ struct Waiting {
 
 bool last_reader() { return !others_wait && !torch::autograd::get_current_graph_task_keep_graph(); }
 
-Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(const Gradients&)>& f) {
+Gradients one_at_a_time(const Gradients& given, const std::function<Gradients(const Gradients&)>& f) {
+  // In torch.autograd's vmap nothing may be drawn: backward draws again what forward drew.
+  const c10::impl::ExcludeDispatchKeyGuard no_vmap_mode(c10::DispatchKey::VmapMode);
   std::optional<Vmap> vmap;
-  bool wrapped = false;  // by torch.func.grad, which sees what is computed from it
-  for (const Tensor& g : grads) {
-    if (const auto of = vmap_of(g); of && (!vmap || of->level > vmap->level)) vmap = of;
+  bool wrapped = false;
+  for (const Tensor& g : given) {
     wrapped |= g.defined() && at::functorch::maybeGetTensorWrapper(g) != nullptr;
+    if (const auto of = vmap_of(g); of && (!vmap || of->level > vmap->level)) vmap = of;
+  }
+  if (wrapped) {
+    Gradients inside;
+    for (const Tensor& g : given) inside.push_back(unwrapped(g));
+    // Those of torch.func.jvp stay.
+    const bool all = std::none_of(inside.begin(), inside.end(), [](const Tensor& g) {
+      return g.defined() && at::functorch::maybeGetTensorWrapper(g) != nullptr;
+    });
+    return all ? one_at_a_time(inside, f) : f(given);
   }
   if (!vmap) {
-    if (wrapped || !in_a_transform()) return f(grads);
     const Outside outside(1);
-    return f(grads);
+    return f(given);
   }
 
-  std::vector<Gradients> found;  // of each of the batch
+  const Outside outside(vmap->functorch ? vmap->level : INT64_MAX);
+  std::vector<std::optional<std::vector<Tensor>>> batches;  // a gradient, each of the batch; none: the same for all
   size_t size = 0;
-  {
-    const Outside outside(vmap->functorch ? vmap->level : INT64_MAX);
-    std::vector<std::vector<Tensor>> given;  // a gradient, each of the batch; none: the same for all
-    for (const Tensor& g : grads) {
-      const bool in_batch = vmap_of(g) == vmap;
-      given.push_back(in_batch ? unbatched(g, *vmap) : std::vector<Tensor>());
-      size = std::max(size, given.back().size());
-    }
-    for (size_t i = 0; i < std::max<size_t>(size, 1); ++i) {
-      Gradients each;
-      for (size_t k = 0; k < grads.size(); ++k)
-        each.push_back(vmap_of(grads[k]) != vmap ? grads[k]
-                       : given[k].empty()        ? at::zeros(grads[k].sizes(), grads[k].options())
-                                                 : given[k][i]);
-      const Waiting waiting(i + 1 < size);
-      found.push_back(one_at_a_time(each, f));
-    }
+  for (const Tensor& g : given) {
+    batches.emplace_back();
+    if (vmap_of(g) != vmap) continue;
+    batches.back() = unbatched(g, *vmap);
+    size = batches.back()->size();
+  }
+  std::vector<Gradients> found;  // of each of the batch
+  for (size_t i = 0; i < std::max<size_t>(size, 1); ++i) {
+    Gradients each;
+    for (size_t k = 0; k < given.size(); ++k)
+      each.push_back(!batches[k] ? given[k]
+                     : size == 0 ? at::zeros(given[k].sizes(), given[k].options())
+                                 : (*batches[k])[i]);
+    const Waiting waiting(i + 1 < size);
+    found.push_back(one_at_a_time(each, f));
   }
   Gradients result(found.front().size());
   for (size_t k = 0; k < result.size(); ++k) {
     std::vector<Tensor> of_each;
     for (Gradients& g : found) of_each.push_back(std::move(g[k]));
-    if (!of_each.front().defined()) continue;
-    const Tensor all = at::stack(of_each);
-    result[k] = batched(all.narrow(0, 0, static_cast<int64_t>(size)), *vmap);
+    if (of_each.front().defined())
+      result[k] = batched(at::stack(of_each).narrow(0, 0, static_cast<int64_t>(size)), *vmap);
   }
   return result;
 }

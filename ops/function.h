@@ -10,7 +10,7 @@ using Gradients = torch::autograd::variable_list;
 
 // `f` of the gradients where none is batched. Of batched ones (torch.autograd.grad(..., is_grads_batched=True),
 // torch.func.vmap over torch.autograd.grad) f of each of the batch, put together again: kernels have no batching rules,
-// and what is written in place has no room for a batch. f runs outside of the transforms.
+// and what is written in place has no room for a batch. f runs outside of torch.func's transforms, but of jvp's.
 Gradients one_at_a_time(const Gradients& grads, const std::function<Gradients(const Gradients&)>& f);
 
 // In gradients(): whether nobody reads after it what the node keeps. The graph goes with this pass, and no other

@@ -124,6 +124,28 @@ def test_one_gradient_inside_vmap():
     torch.testing.assert_close(derivative, want.sum())
 
 
+def test_inside_of_another_transform():
+    """A gradient of a batch that torch.func.grad has wrapped, and one that it has not seen."""
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    out = ops.group_norm_act(x, 2, None, None, 1e-5, True, "silu", [], 1)
+    one = torch.ones((), dtype=torch.float64)
+
+    def through(t):
+        return torch.func.vmap(lambda c: torch.func.grad(lambda s: (torch.autograd.grad(t, x, c, retain_graph=True)[0] * s).sum())(one))
+
+    for t in (out, out.sin()):
+        grads = cotangents(t)
+        torch.testing.assert_close(through(t)(grads), torch.stack([g.sum() for g in one_by_one(t, [x], grads)[0]]))
+    aux = torch.func.vmap(lambda g: torch.func.grad(lambda s: (s * s, torch.autograd.grad(out, x, g, retain_graph=True)[0]), has_aux=True)(one)[1])
+    torch.testing.assert_close(aux(cotangents(out)), one_by_one(out, [x], cotangents(out))[0])
+    y, w = torch.randn(40, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)
+    target = torch.arange(40) % 11
+    (want,) = torch.autograd.grad(F.cross_entropy(F.linear(y, w), target), y)
+    loss = ops.linear_cross_entropy(y, w, None, target)
+    found = torch.func.grad(lambda s: (torch.autograd.grad(loss, y)[0] * s).sum())(torch.ones(()))
+    torch.testing.assert_close(found, want.sum())
+
+
 def test_an_empty_batch():
     x, w = torch.randn(2, 4, 6, 6, requires_grad=True), torch.rand(4, requires_grad=True)
     out = ops.group_norm_act(x, 2, w, None, 1e-5, True, "silu", [], 1)

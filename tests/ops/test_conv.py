@@ -575,10 +575,12 @@ def test_heavy_weights_are_differentiable():
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * float(e.abs().max()))
 
 
-def test_heavy_weights_of_other_layouts(two_threads):
-    w = torch.randn(512, 32, 512).transpose(1, 2)
+@pytest.mark.parametrize("permuted", ("w", "x", "xw"))
+def test_heavy_weights_of_other_layouts(two_threads, permuted):
+    w, x = torch.randn(512, 32, 512), torch.randn(2, 20, 512)
+    w = w.transpose(1, 2) if "w" in permuted else torch.randn(512, 512, 32)
+    x = (x.transpose(1, 2) if "x" in permuted else torch.randn(2, 512, 20)).requires_grad_()
     ours, pytorch = (Layer(op.conv1d, w, None, ([1], [16])) for op in (torch.ops.tsmem, torch.ops.aten))
-    x = torch.randn(2, 20, 512).transpose(1, 2).requires_grad_()
     assert ran(lambda: ours(x).sum().backward())[2] > 2
     found = compare(ours, pytorch, x)
     want = torch.autograd.grad(pytorch(x).sum(), [x, *pytorch.parameters()])
