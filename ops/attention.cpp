@@ -222,6 +222,24 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
   return out;
 }
 
+// Whether PyTorch's kernels go by rows, each of which they have read when they write it.
+bool by_rows(const Tensor& t, int64_t dim) {
+  return t.is_cpu() && t.dim() > 0 && at::maybe_wrap_dim(dim, t.dim()) == t.dim() - 1 && t.is_contiguous();
+}
+
+// In the memory of `x` where nobody needs that.
+Tensor softmax_of(Tensor& x, int64_t dim, bool spare) {
+  return spare && by_rows(x, dim) ? at::_softmax_out(x, x, dim, false) : at::softmax(x, dim);
+}
+
+Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t dim) {
+  if (by_rows(grad, dim) && by_rows(out, dim) && only_ours(grad) && grad.scalar_type() == out.scalar_type()) {
+    Tensor in_place = grad;
+    return at::_softmax_backward_data_out(in_place, grad, out, dim, out.scalar_type());
+  }
+  return at::_softmax_backward_data(grad, out, dim, out.scalar_type());
+}
+
 // What it keeps: its output, or (again) its input, from which its output is made for others too and then held for it.
 struct Softmax : Function<Softmax> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again, int64_t* place) {
@@ -245,8 +263,7 @@ struct Softmax : Function<Softmax> {
     const SavedTensors kept(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt();
     if (!out.defined()) out = again ? at::softmax(kept[0], dim) : kept[1];
-    std::vector<Tensor> g = {at::_softmax_backward_data(grad, out, dim, out.scalar_type()), Tensor(), Tensor(),
-                             Tensor()};
+    std::vector<Tensor> g = {softmax_backward(grad, out, dim), Tensor(), Tensor(), Tensor()};
     return g;
   }
 };
@@ -260,7 +277,8 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
   const Tensor out = Softmax::apply(x, dim, again, &place);
   if (!again) keeps_itself(out);
   offer(
-      out, {x}, [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::softmax(from[0], dim); },
+      out, {x},
+      [dim](std::vector<Tensor>& from, const std::vector<bool>& spare) { return softmax_of(from[0], dim, spare[0]); },
       recompute);
   if (again) takes_own_output(out, place);
   return out;

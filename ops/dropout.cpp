@@ -80,8 +80,15 @@ Tensor draw_again(const Noise& n, const at::TensorOptions& options) {
   return unpack_positive(n.from, n.sizes, n.strides, options);
 }
 
+// t * factor: in the factor's memory, which nobody else holds, where that makes the same tensor.
+Tensor scaled_by(const Tensor& t, const Tensor& factor) {
+  const bool same = !at::GradMode::is_enabled() && t.sizes() == factor.sizes() && t.strides() == factor.strides() &&
+                    t.scalar_type() == factor.scalar_type();
+  return same ? Tensor(factor).mul_(t) : t * factor;
+}
+
 Tensor with_noise(const Tensor& input, const Affine& affine) {
-  Tensor out = input * affine.factor;
+  Tensor out = scaled_by(input, affine.factor);
   return affine.shift.defined() ? out.add_(affine.shift) : out;
 }
 
@@ -111,7 +118,7 @@ struct Dropout : Function<Dropout> {
       at::NoGradGuard no_grad;
       factor = scaled(draw_again(noise, grad.options()), noise.kind, noise.p, false).factor;
     }
-    return {grad * factor, Tensor(), Tensor(), Tensor()};
+    return {scaled_by(grad, factor), Tensor(), Tensor(), Tensor()};
   }
 };
 

@@ -279,6 +279,31 @@ def test_softmax_equals_pytorch(dtype, again):
         ops.softmax(x, 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_in_the_memory_of_its_gradient_and_scores(dtype):
+    """Bit for bit what PyTorch computes beside them."""
+    for shape, dim in (((7, 13), -1), ((3, 5, 129), 2), ((2, 3, 64, 65), -1), ((4, 1000), 1), ((5,), 0), ((6, 9), 0), ((3, 4, 17), 1), ((3, 1), -1)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        c = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        for layout in (lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+            found = []
+            for softmax, times in ((torch.softmax, torch.mul), *((lambda t, d, r=r: ops.softmax(t, d, None, r), lambda a, b, r=r: ops.mul(a, b, r)) for r in (0, 1, 2))):
+                leaf = layout(x.clone()).requires_grad_()
+                # The gradient comes from the product behind, the scores from the one before.
+                out = times(softmax(times(leaf, c), dim), c)
+                found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaf)])
+            for own in found[1:]:
+                assert_equal(own, found[0])
+
+
+def test_softmax_needs_no_second_gradient():
+    from allocator import most_held
+
+    x = torch.randn(64, 128, 128, requires_grad=True)
+    y = ops.softmax(x, -1, None, 0) * 2
+    assert most_held(lambda: y.backward(torch.ones_like(y))) <= 2.1 * x.nbytes  # ones among them
+
+
 IF_CHEAP = 3
 
 
