@@ -93,14 +93,14 @@ std::pair<Tensor, Tensor> weight_gradient_by_parts(const Tensor& grad, const Ten
     const int64_t count = std::min(together, cut.all - first);
     const Tensor x = cut.input ? cut.part(input, 1, first, count) : input;
     const Tensor dy = cut.grad ? cut.part(grad, 1, first, count) : grad;
-    auto sizes = weight.sizes().vec();
-    sizes[cut.dim] = cut.share(sizes[cut.dim], count);
+    // A view of the weight itself may be no dense tensor; without memory that makes no difference.
+    const Tensor view = cut.part(weight, cut.dim, first, count);
+    const Tensor shape = grad.is_meta() ? view : shape_in(view.sizes(), weight.suggest_memory_format(), grad.options());
     const std::vector<int64_t> bias_sizes{dy.size(1)};
     const bool bias = want_bias && (cut.grad || first == 0);
-    const auto [_, w, b] =
-        at::convolution_backward(dy, x, shape_in(sizes, weight.suggest_memory_format(), grad.options()),
-                                 at::OptionalIntArrayRef(bias_sizes), args.stride, args.padding, args.dilation,
-                                 args.transposed, args.output_padding, cut.grouped ? count : 1, {false, true, bias});
+    const auto [_, w, b] = at::convolution_backward(dy, x, shape, at::OptionalIntArrayRef(bias_sizes), args.stride,
+                                                    args.padding, args.dilation, args.transposed, args.output_padding,
+                                                    cut.grouped ? count : 1, {false, true, bias});
     if (!of_weight.defined()) of_weight = at::empty(weight.sizes(), w.options(), w.suggest_memory_format());
     cut.part(of_weight, cut.dim, first, count).copy_(w);
     if (!bias) continue;
