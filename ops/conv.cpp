@@ -102,25 +102,6 @@ Tensor weight_gradient_of_norm(const SavedTensors& kept, const Tensor& grad, Int
                           : norm_relu_conv_weight_gradient(norm_relu_of(operands), grad, weight_sizes, window);
 }
 
-void save_args(AutogradContext* ctx, const ConvArgs& args) {
-  auto& data = ctx->saved_data;
-  data["stride"] = args.stride;
-  data["padding"] = args.padding;
-  data["dilation"] = args.dilation;
-  data["output_padding"] = args.output_padding;
-  data["pad_after"] = args.pad_after;
-  data["transposed"] = args.transposed;
-  data["groups"] = args.groups;
-}
-
-ConvArgs saved_args(AutogradContext* ctx) {
-  auto& data = ctx->saved_data;
-  const auto ints = [&](const char* name) { return data[name].toIntVector(); };
-  return {
-      ints("stride"),         ints("padding"),  ints("dilation"), ints("output_padding"), data["transposed"].toBool(),
-      data["groups"].toInt(), ints("pad_after")};
-}
-
 struct Conv : Function<Conv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptTensor& bias,
                         const ConvArgs& args, const Forward& aten_forward) {
@@ -136,7 +117,7 @@ struct Conv : Function<Conv> {
     data["weight_sizes"] = weight.sizes();
     data["weight_strides"] = weight.strides();
     data["bias_sizes"] = bias ? bias->sizes() : IntArrayRef();
-    save_args(ctx, args);
+    save_conv(ctx, args);
     data["copied"] = copied(input) && copied(weight);
     return forward_of(input, weight, bias, args, aten_forward);
   }
@@ -159,7 +140,7 @@ struct Conv : Function<Conv> {
     const SavedTensors kept(ctx);
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    const ConvArgs args = saved_args(ctx);
+    const ConvArgs args = saved_conv(ctx);
     const auto bias_sizes = ints("bias_sizes");
     std::vector<int64_t> unpad;
     for (int64_t p : args.pad_after) unpad.push_back(-p);

@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/native/ConvUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <vector>
 
@@ -17,6 +18,10 @@ struct ConvArgs {
   // Zeros appended to the input, last dimension first as in constant_pad_nd, for an asymmetric padding='same'.
   std::vector<int64_t> pad_after = {};
 };
+
+// Keeps them with a node, and reads them in its backward.
+void save_conv(torch::autograd::AutogradContext* ctx, const ConvArgs& args);
+ConvArgs saved_conv(torch::autograd::AutogradContext* ctx);
 
 // at::convolution of a batch.
 at::Tensor convolve(const at::Tensor& input, const at::Tensor& weight, const OptTensor& bias, const ConvArgs& args);

@@ -45,18 +45,13 @@ struct ConvNorm : Function<ConvNorm> {
     Edges edges;
     data["edges"] = std::vector<int64_t>{edges.of(input), edges.of(conv_weight), edges.of(conv_bias), edges.of(weight),
                                          edges.of(bias)};
+    save_conv(ctx, conv);
     data["recompute_y"] = again;
     data["conv_requires_grad"] = want_conv;
     save_norm(ctx, bn, is_channels_last(y));
-    data["transposed"] = conv.transposed;
-    data["groups"] = conv.groups;
     data["input_format"] = static_cast<int64_t>(input.suggest_memory_format());
     data["conv_weight_format"] = static_cast<int64_t>(conv_weight.suggest_memory_format());
     save_act(ctx, act);
-    data["stride"] = conv.stride;
-    data["padding"] = conv.padding;
-    data["dilation"] = conv.dilation;
-    data["output_padding"] = conv.output_padding;
     data["input_sizes"] = input.sizes();
     data["conv_weight_sizes"] = conv_weight.sizes();
     data["conv_bias_sizes"] = conv_bias ? conv_bias->sizes() : IntArrayRef();
@@ -70,9 +65,7 @@ struct ConvNorm : Function<ConvNorm> {
     auto& data = ctx->saved_data;
     const auto want = wanted<5>(ctx);
     if (std::none_of(want.begin(), want.end(), [](bool w) { return w; })) return result;
-    const ConvArgs conv{data["stride"].toIntVector(),   data["padding"].toIntVector(),
-                        data["dilation"].toIntVector(), data["output_padding"].toIntVector(),
-                        data["transposed"].toBool(),    data["groups"].toInt()};
+    const ConvArgs conv = saved_conv(ctx);
     const Act act = saved_act(ctx);
     const auto saved = ctx->get_saved_variables();
     NormBackward b = saved_norm(ctx, grad);

@@ -5,7 +5,6 @@
 //
 // On the CPU, in float32 and float64; elsewhere, in half precision and under autocast, the networks are PyTorch's own.
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include "function.h"
 #include "rnn_layer.h"
