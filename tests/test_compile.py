@@ -970,6 +970,35 @@ def test_says_what_was_found(caplog):
     assert "2 bn-act" in caplog.text and "2 conv" in caplog.text
 
 
+class Printing(Net):
+    def forward(self, x):
+        y = self.a(x)
+        print(end="")
+        return self.end(self.b(y))
+
+
+def test_a_graph_break_is_told_once(caplog):
+    compiled(Printing())(SMALL)
+    compiled(Printing())(SMALL)
+    told = [r.message for r in caplog.records if r.name == "tsmem"]
+    assert len(told) == 1 and "a graph break" in told[0] and "`print`" in told[0] and "\n" not in told[0]
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reads, self.head = nn.LSTM(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.reads(x)[0])
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo leaves the whole function, and counts nothing")
+def test_a_recurrent_network_that_stays_eager_is_told(caplog):
+    compiled(Tagger())(torch.randn(3, 2, 4))
+    assert "torch._dynamo.config.allow_rnn=True" in caplog.text
+
+
 @pytest.mark.parametrize("options, words", [
     ({"levle": "ops"}, "did you mean 'level'?"), ({"level": "all"}, "use ops, regions or plan"), ({"only": ["conv-bn"]}, "There is no pattern"),
     ({"checkpoint": ["a"]}, "torch.utils.checkpoint"), ({"module": "nothing.*"}, "No module matches"), ({"budget": "1KiB"}, "smallest possible budget"),

@@ -11,7 +11,7 @@ import json
 import logging
 import operator
 import re
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import fx
@@ -401,6 +401,19 @@ def _found(report: Dict[str, Any]) -> str:
     return f"{found}{left}"
 
 
+_TOLD: Set[str] = set()  # graph breaks that the log has
+
+
+def _tell_graph_breaks() -> None:
+    """What Dynamo can't trace it leaves to eager mode without a word: no graph shows it. Dynamo counts its reasons, each of which is told once."""
+    for reason in torch._dynamo.utils.counters["graph_break"]:
+        paragraphs = re.findall(r"^ *(?:Explanation|Hint): (.*)", reason, re.MULTILINE)[:2] or reason.splitlines()[:1]
+        why = " ".join(paragraphs)
+        if why and why not in _TOLD:
+            _TOLD.add(why)
+            log.warning("tsmem: a graph break: the call at which Dynamo stops stays eager and keeps what it kept. %s", why)
+
+
 def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Callable[..., Any]:
     """The backend: takes Dynamo's graph and its inputs, returns what runs in its place.
 
@@ -454,5 +467,6 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
         given.example = None  # the first call's tensors are not held
     if failed is not None and strict:
         raise Error(f"a graph can't be rewritten: {said[-1]}", getattr(failed, "kind", "input")) from failed
+    _tell_graph_breaks()
     log.log(_level(fell_short or failed is not None), "tsmem: graph of %d operators: %s", len(_inner(gm)), " | ".join(said) or "nothing to rewrite")
     return whole.forward
