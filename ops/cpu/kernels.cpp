@@ -7,6 +7,7 @@
 #include "cpu/norm.h"
 #include "cpu/pool.h"
 #include "cpu/prelu.h"
+#include "cpu/product.h"
 #include "cpu/rnn.h"
 #include "cpu/smooth_act.h"
 
@@ -51,6 +52,7 @@ const NormKernels& norm_kernels() { return *kernels().norm; }
 const NormPoolKernels& norm_pool_kernels() { return *kernels().norm_pool; }
 const PoolKernels& pool_kernels() { return *kernels().pool; }
 const PreluKernels& prelu_kernels() { return *kernels().prelu; }
+const ProductKernels& product_kernels() { return *kernels().product; }
 const RnnKernels& rnn_kernels() { return *kernels().rnn; }
 const SmoothActKernels& smooth_act_kernels() { return *kernels().smooth_act; }
 

@@ -14,6 +14,7 @@ struct NormKernels;
 struct NormPoolKernels;
 struct PoolKernels;
 struct PreluKernels;
+struct ProductKernels;
 struct RnnKernels;
 struct SmoothActKernels;
 
@@ -24,6 +25,7 @@ struct Kernels {
   const NormPoolKernels* norm_pool;
   const PoolKernels* pool;
   const PreluKernels* prelu;
+  const ProductKernels* product;
   const RnnKernels* rnn;
   const SmoothActKernels* smooth_act;
 };

@@ -8,6 +8,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "cpu/factor.h"
 #include "cpu/rnn.h"
 #include "cpu_dtype.h"
 #include "registration.h"
@@ -17,9 +18,6 @@ namespace {
 
 using at::Tensor;
 
-// With fewer rows products with a view of the transposed weights round better than with a copy, which are faster.
-// PyTorch's own are the former, but for oneDNN's.
-constexpr int64_t kFew = 16;
 constexpr int64_t kSerial = 1 << 12;  // elements of a state that are not worth a second thread
 
 // f(begin, end) for rows of n elements.
@@ -73,7 +71,6 @@ struct Direction {
   bool reverse;
   Tensor hx, cx;  // [B, Hy], [B, H]
   Tensor out;     // rows of the output's columns that are this direction's
-  Tensor hh_t;    // w.hh, transposed
   Tensor bias;    // what the input's part has
 
   int64_t n() const { return w.hh.size(0) / gates_of(cell); }
@@ -112,9 +109,8 @@ struct Direction {
     return bias.defined() ? at::addmm_out(g, bias, x, w.ih.t()) : at::mm_out(g, x, w.ih.t());
   }
   // A GRU's other part.
-  Tensor hidden_part(const Tensor& buffer, const Tensor& h) const {
-    Tensor g = head(buffer, h.size(0));
-    return w.b_hh.defined() ? at::addmm_out(g, w.b_hh, h, hh_t) : at::mm_out(g, h, hh_t);
+  void hidden_part(const Tensor& buffer, const Tensor& h, const Factor& hh) const {
+    multiply(head(buffer, h.size(0)), w.b_hh, h, hh);
   }
 };
 
@@ -124,7 +120,7 @@ RnnWeights weights_of(at::TensorList all, int64_t direction, bool biases, int64_
   RnnWeights w{own[0], own[1], {}, {}, {}};
   if (biases) {
     w.b_ih = own[2];
-    w.b_hh = own[3];
+    w.b_hh = own[3].contiguous();
   }
   if (each == weights_of_direction(biases, true)) w.hr = own[each - 1];
   return w;
@@ -137,17 +133,15 @@ bool keeps_gates(const Direction& d, bool packed) {
 }
 
 // The layer's directions, over the columns of `out`.
-std::vector<Direction> directions_of(Cell cell, const Steps& steps, bool packed, const Tensor& hx, const OptTensor& cx,
+std::vector<Direction> directions_of(Cell cell, const Steps& steps, const Tensor& hx, const OptTensor& cx,
                                      at::TensorList weights, bool biases, bool bidirectional, const Tensor& out) {
   std::vector<Direction> all;
   const int64_t count = bidirectional ? 2 : 1, columns = hx.size(2);
   const Tensor rows = out.view({-1, out.size(-1)});
   for (int64_t d = 0; d < count; ++d) {
-    Direction one{cell, weights_of(weights, d, biases, count), steps, d == 1, hx[d].contiguous(), {}, {}, {}, {}};
+    Direction one{cell, weights_of(weights, d, biases, count), steps, d == 1, hx[d].contiguous(), {}, {}, {}};
     if (cx) one.cx = (*cx)[d];
     one.out = rows.narrow(1, d * columns, columns);
-    const bool copy = keeps_gates(one, packed) || steps.size(0) >= kFew;
-    one.hh_t = copy ? one.w.hh.t().contiguous() : one.w.hh.t();
     if (biases) one.bias = cell == Cell::gru ? one.w.b_ih : one.w.b_ih + one.w.b_hh;
     all.push_back(std::move(one));
   }
@@ -189,6 +183,7 @@ void run_forward(const Direction& d, const Tensor& input, bool packed, const Ten
   const bool keep = gates.defined();
   const Tensor buffer = keep ? gates : at::empty({most_rows(chunks), d.w.hh.size(0)}, input.options());
   const Tensor was = keep ? at::empty_like(c) : Tensor();  // of no use: gates become activations along with it
+  const Factor hh = factor_of(d.w.hh.t(), d.steps.count());
   Tensor other;
   if (d.cell == Cell::gru) other = at::empty({batch, d.w.hh.size(0)}, input.options());
   if (d.w.hr.defined()) other = at::empty({batch, n}, input.options());
@@ -203,9 +198,9 @@ void run_forward(const Direction& d, const Tensor& input, bool packed, const Ten
       const Tensor h = d.before(k);
       Tensor to = d.out.narrow(0, d.steps.begin[t], rows);
       if (d.cell == Cell::gru)
-        d.hidden_part(other, h);
+        d.hidden_part(other, h, hh);
       else
-        g.addmm_(h, d.hh_t);
+        multiply(g, g, h, hh);
       over_rows(rows, n, [&](int64_t begin, int64_t end) {
         const MutableRows2d state = mutable_rows_from(d.w.hr.defined() ? other : to, begin);
         if (d.cell == Cell::lstm)
@@ -231,8 +226,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_cpu(const Tensor& inp
   auto sizes = input.sizes().vec();
   sizes.back() = hx.size(0) * hx.size(2);
   const Tensor out = at::empty(sizes, input.options()), hn = at::empty(hx.sizes(), hx.options());
-  const auto directions =
-      directions_of(static_cast<Cell>(cell), steps, !batch_sizes.empty(), hx, cx, weights, biases, bidirectional, out);
+  const auto directions = directions_of(static_cast<Cell>(cell), steps, hx, cx, weights, biases, bidirectional, out);
   Tensor cn = at::empty({0}, input.options()), borders = at::empty({0}, input.options()),
          gates = at::empty({0}, input.options());
   const bool keep = keeps_gates(directions[0], !batch_sizes.empty());
@@ -298,6 +292,7 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
   const bool lstm = d.cell == Cell::lstm, gru = d.cell == Cell::gru, projects = d.w.hr.defined();
   const auto chunks = d.chunks();
   const int64_t most = most_rows(chunks);
+  const Factor hh = factor_of(d.w.hh, d.steps.count());
   const auto options = input.options();
   const bool in_place = gates.defined() && grad.takes_gates;
   const Tensor buffer = at::empty({in_place ? 0 : most, width}, options),
@@ -322,14 +317,14 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
     else if (!gates.defined() && (lstm || gru))
       d.input_part(buffer, x);
     if (gru) {
-      d.hidden_part(other, h);
+      d.hidden_part(other, h, {d.w.hh.t(), {}});
       over_rows(chunk.rows, n, [&](int64_t begin, int64_t end) {
         rnn_kernels().gru_forward(dtype, at_row(g, begin), at_row(gh, begin), {nullptr, 0}, {nullptr, 0}, end - begin,
                                   n);
       });
     }
     if (lstm) {
-      if (!gates.defined()) g.addmm_(h, d.hh_t);
+      if (!gates.defined()) g.addmm_(h, d.w.hh.t());
       c.copy_(borders[static_cast<int64_t>(i)]);
       for (int64_t k = chunk.first; k < chunk.last; ++k) {
         const int64_t first = place(d.at(k));
@@ -372,9 +367,9 @@ void run_backward(const Direction& d, const Tensor& input, const Tensor& borders
                                      later, at_row(step, begin), end - begin, n);
       });
       if (gru)
-        dh.addmm_(gh.narrow(0, first, rows), d.w.hh);
+        multiply(dh, dh, gh.narrow(0, first, rows), hh);
       else
-        at::mm_out(dh, step, d.w.hh);
+        multiply(dh, {}, step, hh);
     }
     const Tensor& of_hidden = gru ? gh : g;
     sums.ih.add_product(g, x);
@@ -398,8 +393,7 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_cpu(
     const Tensor& borders, const Tensor& gates, int64_t cell, bool biases, bool bidirectional, int64_t want) {
   at::AutoDispatchBelowADInplaceOrView below;
   const Steps steps = steps_of(input, batch_sizes);
-  const auto directions =
-      directions_of(static_cast<Cell>(cell), steps, !batch_sizes.empty(), hx, cx, weights, biases, bidirectional, out);
+  const auto directions = directions_of(static_cast<Cell>(cell), steps, hx, cx, weights, biases, bidirectional, out);
   const Tensor dx = want & 1 ? at::empty(input.sizes(), input.options()) : Tensor();
   const Tensor dh = grad_hn ? grad_hn->clone(at::MemoryFormat::Contiguous) : at::zeros(hx.sizes(), hx.options());
   Tensor dc;

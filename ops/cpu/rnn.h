@@ -4,18 +4,9 @@
 #include <cstdint>
 
 #include "cpu/kernels.h"
+#include "cpu/rows.h"
 
 namespace tsmem {
-
-// Rows of a matrix: row i begins `stride` elements after row i - 1. A stride of 0 is one row for all.
-struct Rows2d {
-  const void* data;
-  int64_t stride;
-};
-struct MutableRows2d {
-  void* data;  // null: not wanted
-  int64_t stride;
-};
 
 struct RnnKernels {
   // gates [rows, 4 n]: pre-activations; with `before` they become activations, and `before` [rows, n] what c was.
