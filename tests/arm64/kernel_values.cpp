@@ -13,6 +13,7 @@
 #include "cpu/norm.h"
 #include "cpu/pool.h"
 #include "cpu/prelu.h"
+#include "cpu/product.h"
 #include "cpu/smooth_act.h"
 
 namespace tsmem {
@@ -270,6 +271,19 @@ void prelus(Dtype dtype, int64_t inner) {
   print(name + ".backward", out), print(name + ".sums", dtype, sums);
 }
 
+// More rows, terms and columns than one block has.
+void products(Dtype dtype) {
+  const int64_t rows = 7, depth = 131, columns = 37, each = kernels.product->panel_columns(dtype),
+                panels = (columns + each - 1) / each;
+  Values a(dtype, rows * depth, 18), b(dtype, depth * columns, 19), start(dtype, columns, 20),
+      packed(dtype, panels * depth * each), out(dtype, rows * columns);
+  kernels.product->pack(dtype, b.data(), 1, depth, depth, columns, packed.data(), 0, panels);
+  const ProductArgs p{
+      dtype, rows, depth, columns, {a.data(), depth}, packed.data(), {start.data(), 0}, {out.data(), columns}};
+  kernels.product->multiply(p, 0, panels);
+  print("product", out);
+}
+
 }  // namespace
 }  // namespace tsmem
 
@@ -277,6 +291,7 @@ int main() {
   using namespace tsmem;
   for (const Dtype dtype : kDtypes) {
     activations(dtype);
+    if (dtype == Dtype::f32 || dtype == Dtype::f64) products(dtype);
     for (const bool planar : {true, false}) {
       for (const ActKind kind :
            {ActKind::identity, ActKind::relu, ActKind::hardtanh, ActKind::leaky_relu, ActKind::silu})

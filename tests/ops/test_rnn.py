@@ -103,6 +103,7 @@ SHAPES = {
     "chunks": {"steps": 23, "batch": 130},
     "chunks in both directions": {"steps": 23, "batch": 130, "bidirectional": True, "layers": 2, "batch_first": True},
     "wider than a block": {"hidden": 259, "inputs": 2, "steps": 3},
+    "more rows, terms and columns than a block": {"hidden": 133, "inputs": 2, "steps": 5, "batch": 13},
     "packed": {"lengths": (7, 5, 5, 2, 1)},
     "packed, of one length": {"lengths": (4, 4, 4), "layers": 2},
     "packed in both directions": {"lengths": (7, 5, 5, 2, 1), "layers": 2, "bidirectional": True},
