@@ -4,6 +4,7 @@
 """
 import fnmatch
 import importlib.util
+import logging
 import os
 import pathlib
 import random
@@ -19,6 +20,7 @@ from typing import Callable, Dict, List, Optional, Tuple
 warnings.filterwarnings("ignore")
 import torch
 
+import compiled
 import judge
 import step
 
@@ -47,6 +49,8 @@ class Program:
 
 def setup() -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # Dynamo's, and tsmem's of graph breaks
+    os.environ["TSMEM_OPS"] = OPS
     if not any(s.name.startswith("tsmem::") for s in torch._C._jit_get_all_schemas()):
         torch.ops.load_library(OPS)
 
@@ -218,6 +222,11 @@ def check(programs: List[Program], levels: List[str], folder: str, seed: int) ->
             originals[p.name] = o
     programs = [p for p in programs if p.name in originals]
     for level in levels:
+        if level == "compile":
+            for p in programs:
+                if wrong := compiled.wrong(p.config, p.source, lambda p=p: eager_module(p)):
+                    p.wrong[level] = wrong
+            continue
         done, said = failures(programs, level, folder, seed)
         for p in programs:
             if p.name in said:
@@ -248,6 +257,13 @@ def unchanged(module, o: judge.Original) -> bool:
     return str(mine["others"]) == str(theirs["others"]) and all(torch.equal(a, b) for a, b in zip(mine["tensors"], theirs["tensors"], strict=True))
 
 
+def eager_module(p: Program) -> torch.nn.Module:
+    m = p.make().to(step.dtype_of(p.config))
+    m.load_state_dict(p.state)
+    step.freeze(m, p.config)
+    return m
+
+
 def make_original(p: Program, module, folder: str) -> judge.Original:
     def load():
         path = os.path.join(folder, f"{p.name}.pt")
@@ -258,17 +274,11 @@ def make_original(p: Program, module, folder: str) -> judge.Original:
             step.freeze(m, p.config)
         return m
 
-    def eager():
-        m = p.make().to(step.dtype_of(p.config))
-        m.load_state_dict(p.state)
-        step.freeze(m, p.config)
-        return m
-
     if p.config["freeze_after"]:
         step.freeze(module, p.config)
     states: List[dict] = []
     records = step.run(module, p.config, keep=states)
-    return judge.Original(p.config, p.source, load, eager, states, records)
+    return judge.Original(p.config, p.source, load, lambda: eager_module(p), states, records)
 
 
 def main(path: str, levels: List[str]) -> int:
@@ -285,4 +295,4 @@ def main(path: str, levels: List[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:] or ["ops", "regions", "plan", "checkpoint"]))
+    sys.exit(main(sys.argv[1], sys.argv[2:] or ["ops", "regions", "plan", "checkpoint", "compile"]))

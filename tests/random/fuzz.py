@@ -35,7 +35,7 @@ class Outcome:
 
 def levels_of(batch: int) -> List[str]:
     names = check.PATTERNS[:2] + check.PATTERNS
-    return ["ops", "regions", "plan", "checkpoint", f"only {names[batch % len(names)]}"]
+    return ["ops", "regions", "plan", "checkpoint", "compile", f"only {names[batch % len(names)]}"]
 
 
 def outcomes(seeds: List[int], levels: List[str], batch: int) -> List[Outcome]:

@@ -60,3 +60,30 @@ def test_a_wrong_rewrite_is_caught(fault, tmp_path):
     shown = lambda **environment: subprocess.run([sys.executable, str(HERE / "check.py"), str(files[0]), "regions"], capture_output=True, text=True, env={**os.environ, **environment})
     assert shown(TSMEM_BIN=str(tool)).returncode == 1
     assert shown().returncode == 0
+
+
+COMPILED_WRONG = """
+import sys
+sys.path.insert(0, {here!r})
+import check, compiled, generate, tempfile
+
+def negated(graph, examples):
+    run = compiled.backend(graph, examples)
+    def wrong(*values):
+        first, *rest = run(*values)
+        return (-first, *rest)
+    return wrong
+
+check.setup()
+with tempfile.TemporaryDirectory() as folder:
+    p = check.read("p", generate.program(2, 0), folder, 2)
+    make = lambda: check.eager_module(p)
+    right, wrong = (compiled.wrong(p.config, p.source, make, *b) for b in ((), (negated,)))
+assert not right, right
+assert any(line.startswith("call 1: output 0: relative difference") for line in wrong), wrong
+"""
+
+
+def test_a_wrong_graph_is_caught():
+    done = subprocess.run([sys.executable, "-c", COMPILED_WRONG.format(here=str(HERE))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
