@@ -65,7 +65,8 @@ def test_a_wrong_rewrite_is_caught(fault, tmp_path):
 COMPILED_WRONG = """
 import sys
 sys.path.insert(0, {here!r})
-import check, compiled, generate, tempfile
+import torch
+import check, compiled
 
 def negated(graph, examples):
     run = compiled.backend(graph, examples)
@@ -74,11 +75,19 @@ def negated(graph, examples):
         return (-first, *rest)
     return wrong
 
+class P(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x, y, flag: bool, n: int):
+        return torch.relu(self.conv(x)) * y
+
 check.setup()
-with tempfile.TemporaryDirectory() as folder:
-    p = check.read("p", generate.program(2, 0), folder, 2)
-    make = lambda: check.eager_module(p)
-    right, wrong = (compiled.wrong(p.config, p.source, make, *b) for b in ((), (negated,)))
+config = dict(dtype="float64", how="script", shape=(2, 4, 8, 8), inputs=["made", "leaf"], layout="contiguous", frozen="", method="forward",
+              calls=[(True, True, 2, True)] * 2, autocast=False, backward="once")
+right, wrong = (compiled.wrong(config, "", lambda: P().double(), *b) for b in ((), (negated,)))
 assert not right, right
 assert any(line.startswith("call 1: output 0: relative difference") for line in wrong), wrong
 """
