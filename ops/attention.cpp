@@ -1,7 +1,8 @@
 // Attention and what it is spelled out with: scaled_dot_product_attention, matmul, softmax.
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
-// logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h. A product of
+// logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h; over other than four
+// dimensions, or with heads that share keys: attention_dimensions.h. A product of
 // matrices keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing.
 // Everything else is PyTorch's.
 //
@@ -11,6 +12,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "attention_blocks.h"
+#include "attention_dimensions.h"
 #include "function.h"
 #include "linear.h"
 #include "recompute.h"
@@ -48,9 +50,28 @@ struct Again {
   }
 };
 
+bool is_folded(const Tensor& q, const AttentionArgs& a) { return q.dim() != 4 || a.shares_heads; }
+
 std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
   at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-  return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
+  if (!is_folded(q, a))
+    return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
+  const Fold how = fold_of(q, k, v);
+  const auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      fold(how, q), fold_key(how, k), fold_key(how, v), 0.0, a.causal, added_mask(fold_mask(how, a.mask), q), a.scale);
+  return {unfold(how, out, q.sizes()).contiguous(), logsumexp};  // as PyTorch's product is
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& out, const Tensor& logsumexp, const AttentionArgs& a) {
+  if (!is_folded(q, a))
+    return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0, a.causal,
+                                                                    added_mask(a.mask, q), a.scale);
+  const Fold how = fold_of(q, k, v);
+  const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      fold(how, grad), fold(how, q), fold_key(how, k), fold_key(how, v), fold(how, out), logsumexp, 0.0, a.causal,
+      added_mask(fold_mask(how, a.mask), q), a.scale);
+  return {unfold(how, gq, q.sizes()), unfold_key(how, gk, k.sizes()), unfold_key(how, gv, v.sizes())};
 }
 
 struct Attention : Function<Attention> {
@@ -67,6 +88,7 @@ struct Attention : Function<Attention> {
     auto& data = ctx->saved_data;
     data["causal"] = args.causal;
     data["scale"] = args.scale;
+    data["shares_heads"] = args.shares_heads;
     if (again) data["again"] = at::IValue::make_capsule(c10::make_intrusive<Shared>(again));
     return out;
   }
@@ -81,7 +103,8 @@ struct Attention : Function<Attention> {
       std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
     const SavedTensors kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
-    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0};
+    const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0,
+                             data["shares_heads"].toBool()};
     if (at::GradMode::is_enabled()) {
       const std::array<bool, 3> want = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
       auto g = differentiable_gradients(
@@ -95,8 +118,7 @@ struct Attention : Function<Attention> {
     } else if (!out.defined() || !logsumexp.defined()) {
       std::tie(out, logsumexp) = flash(q, k, v, args);
     }
-    auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, logsumexp, 0.0, args.causal, added_mask(args.mask, q), args.scale);
+    auto [gq, gk, gv] = flash_backward(grad, q, k, v, out, logsumexp, args);
     std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
@@ -116,7 +138,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
     return plain(t) && (t.is_cpu() || t.is_meta()) && t.dim() == 4 && t.numel() > 0 &&
            t.scalar_type() == q.scalar_type();
   };
-  const AttentionArgs args{mask, is_causal, scale, dropout_p};
+  const AttentionArgs args{mask, is_causal, scale, dropout_p, enable_gqa};
   const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa &&
                      !(mask && is_causal);  // PyTorch raises
   const int64_t backend = !usual ? -1
@@ -129,19 +151,23 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
     const bool if_cheap = RecomputeArgument(recompute).how == Recompute::if_cheap;  // these blocks are not
     return attention_by_blocks(q, k, v, args, if_cheap ? Recompute::off : RecomputeArgument(recompute));
   }
-  const bool ours = backend == kFlash && dropout_p == 0 &&
-                    (!mask || mask->scalar_type() == at::kBool ||
-                     (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
-  if (!ours) return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+  const bool by_fold = !usual && is_folded(q, args) && needs_grad(q, k, v) && folds(q, k, v, args);
+  const bool fused = backend == kFlash && dropout_p == 0 &&
+                     (!mask || mask->scalar_type() == at::kBool ||
+                      (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
+  if (!fused && !by_fold)
+    return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
   const RecomputeArgument offered = as_cheap_attention(recompute, q, k, v, is_causal);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
   const auto again = offered.recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
   const Tensor out = Attention::apply(q, k, v, args, again);
   if (!again) keeps_itself(out);
-  const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(2));
+  const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(-2));
   offer(out, {q, k, v, value_or_undefined(mask)},
-        [is_causal, scale, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from, const std::vector<bool>&) {
-          const auto [made, logsumexp] = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0});
+        [is_causal, scale, enable_gqa, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from,
+                                                                           const std::vector<bool>&) {
+          const auto [made, logsumexp] =
+              flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0, enable_gqa});
           if (const auto a = node.lock()) Again::put(a, made, logsumexp);
           return made;
         },

@@ -9,6 +9,7 @@ struct AttentionArgs {
   bool causal = false;
   std::optional<double> scale;
   double dropout = 0;
+  bool shares_heads = false;  // key and value may have fewer heads than query (enable_gqa)
 };
 
 // The mask as it is added to the scores of `query`.

@@ -78,6 +78,8 @@ inline constexpr CheapOp kCheapOps[] = {
     in_place("tan(Tensor self) -> Tensor", Scripted::float32),
     in_place("sinh(Tensor self) -> Tensor", Scripted::float32),
     in_place("cosh(Tensor self) -> Tensor", Scripted::float32),
+    in_place("sigmoid(Tensor self) -> Tensor"),
+    in_place("tanh(Tensor self) -> Tensor"),
     in_place("nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"),
     // With a number, or two operands. (Sums and products of two are in add_mul_cat.cpp.)
     in_place("add.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor", Scripted::float32),

@@ -169,6 +169,8 @@ const std::vector<Derivative>& derivatives() {
       {"tan", {{kResult, [](Call c) { return c.grad * (c.result() * c.result() + 1); }}}},
       {"sinh", {{kFirst, [](Call c) { return c.grad * c[0].cosh(); }}}},
       {"cosh", {{kFirst, [](Call c) { return c.grad * c[0].sinh(); }}}},
+      {"sigmoid", {{kResult, [](Call c) { return at::sigmoid_backward(c.grad, c.result()); }}}},
+      {"tanh", {{kResult, [](Call c) { return at::tanh_backward(c.grad, c.result()); }}}},
       {"nan_to_num", {{kFirst, [](Call c) { return c.grad * c[0].isfinite(); }}}},
       {"div.Tensor",
        {{kSecond, [](Call c) { return c.grad / c[1]; }},

@@ -144,9 +144,10 @@ LayerOffer as_cheap_product(RecomputeArgument recompute, const Tensor& output, c
 RecomputeArgument as_cheap_attention(RecomputeArgument recompute, const Tensor& query, const Tensor& key,
                                      const Tensor& value, bool causal) {
   if (recompute.how != Recompute::if_cheap) return recompute;
-  const bool cheap = is_cheap_attention(static_cast<double>(key.size(2)),
-                                        static_cast<double>(value.size(1) * value.size(3)), causal) &&
-                     layers_of(query) + layers_of(key) + layers_of(value) == 0;
+  const int64_t heads = query.dim() < 4 ? 1 : query.size(-3);
+  const bool cheap =
+      is_cheap_attention(static_cast<double>(key.size(-2)), static_cast<double>(heads * value.size(-1)), causal) &&
+      layers_of(query) + layers_of(key) + layers_of(value) == 0;
   return cheap ? Recompute::if_cheap : Recompute::off;
 }
 

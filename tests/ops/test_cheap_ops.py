@@ -28,7 +28,7 @@ def positive(*shape, seed=0):
 X, Y = data(4, 6, 5), data(4, 6, 5, seed=1)
 P, Q = positive(4, 6, 5), positive(4, 6, 5, seed=1)
 CASES = {
-    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "sinc", "erf", "erfc", "nan_to_num")},
+    **{name: [(X,)] for name in ("abs", "neg", "square", "exp", "exp2", "expm1", "sin", "cos", "tan", "sinh", "cosh", "atan", "sinc", "erf", "erfc", "sigmoid", "tanh", "nan_to_num")},
     **{name: [(P,)] for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "log1p")},
     "add.Scalar": [(X, 2), (X, 0.5, 3)],
     "sub.Tensor": [(X, Y), (X, Y, 3), (X, Y[:, :1]), (X[:1], Y[0, 0])],

@@ -1,0 +1,29 @@
+// Attention over other dimensions than [N, H, L, E], for the CPU's fused kernel, which takes four: within windows or
+// over one of space and time, with one head, and with heads that share keys and values. PyTorch computes these by
+// products of whole matrices, and keeps the probabilities.
+#pragma once
+#include "attention_blocks.h"
+
+namespace tsmem {
+
+// Whether the fused kernel can take the operands once they are folded. query: [.., H, L, E]; key and value:
+// [.., H, S, E], or with fewer heads where args.shares_heads.
+bool folds(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const AttentionArgs& args);
+
+// How operands become four-dimensional.
+struct Fold {
+  std::vector<int64_t> leading;  // sizes of query's dimensions but the last two, at least two
+  int64_t heads;                 // which of them stays by itself; the others become one
+};
+
+// The one that copies nothing, where there is one.
+Fold fold_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
+
+at::Tensor fold(const Fold& how, const at::Tensor& t);      // query, output, or a gradient of it
+at::Tensor fold_key(const Fold& how, const at::Tensor& t);  // key or value, with all heads
+OptTensor fold_mask(const Fold& how, const OptTensor& mask);
+at::Tensor unfold(const Fold& how, const at::Tensor& folded, at::IntArrayRef sizes);
+// Summed up over the heads that share it.
+at::Tensor unfold_key(const Fold& how, const at::Tensor& folded, at::IntArrayRef sizes);
+
+}  // namespace tsmem
