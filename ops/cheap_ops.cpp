@@ -120,8 +120,15 @@ using CallPtr = c10::intrusive_ptr<Call>;
 
 // The backward of an operator that has a Derivative.
 struct Cheap : Function<Cheap> {
+  // What becomes of a result that backward reads: it is kept, or made again for others too and then held for this node,
+  // which is the result's user number `place` (else -1).
+  struct Result {
+    bool kept = false;
+    int64_t place = -1;
+  };
+
   static Tensor forward(AutogradContext* ctx, at::TensorList operands, const CallPtr& call, bool recomputes,
-                        bool* keeps_result) {
+                        Result* result) {
     ctx->set_materialize_grads(false);
     const std::vector<Tensor> tensors = operands.vec();
     const auto& formulas = call->op->derivative->operands;
@@ -139,11 +146,13 @@ struct Cheap : Function<Cheap> {
     }
     // A result that is small is not worth making again.
     const bool again = (reads & kResult) && free && 4 * out.numel() >= tensors[0].numel();
-    *keeps_result = (reads & kResult) && !again;
+    const bool alone = again && reads == kResult;
+    result->kept = (reads & kResult) && !again;
     Keeper keeper;
     for (size_t i = 0; i < tensors.size(); ++i) keeper.add((reads & 1u << i) || again ? tensors[i] : Tensor());
-    keeper.add(*keeps_result ? out : Tensor(), true);
-    keeper.save(ctx);
+    keeper.add(result->kept ? out : Tensor(), true);
+    const int64_t place = keeper.save(ctx, /*soon=*/!alone);
+    if (alone) result->place = place;
     ctx->saved_data["call"] = IValue::make_capsule(call);
     ctx->saved_data["again"] = again;
     return out;
@@ -162,12 +171,17 @@ struct Cheap : Function<Cheap> {
       wanted[i] = (formulas[i].of || together) && ctx->needs_input_grad(i);
       if (wanted[i]) reads |= formulas[i].reads;
     }
-    const SavedTensors kept(ctx);
     const bool again = (reads & kResult) && ctx->saved_data["again"].toBool();
+    // Under create_graph it is made from the operands, through which it is differentiated.
+    const Tensor own = again && !at::GradMode::is_enabled() ? own_output_made() : Tensor();
+    const SavedTensors kept(ctx);
     BackwardCall now{grads[0], std::vector<Tensor>(count), call->arguments, call->sizes[0]};
     for (size_t i = 0; i < count; ++i)
-      if ((reads & 1u << i) || again) now.values[i] = kept[i];
-    now.values.push_back(again ? call->run(now.values) : reads & kResult ? kept[count] : Tensor());
+      if ((reads & 1u << i) || (again && !own.defined())) now.values[i] = kept[i];
+    now.values.push_back(own.defined()     ? own
+                         : again           ? call->run(now.values)
+                         : reads & kResult ? kept[count]
+                                           : Tensor());
     std::vector<Tensor> made(count);
     if (together) made = together(now, wanted);
     // Small ones first, as PyTorch has them: a large one that waits would lie beside the others' temporaries.
@@ -255,13 +269,14 @@ struct Kernel : c10::OperatorKernel {
     if (key) no_autocast.emplace(*key);
     if (!usable(tensors)) return overwritten(call->run(tensors), tensors[0], in_place);
     const bool ours = op->derivative && (!op->derivative->takes || op->derivative->takes(call->arguments));
-    bool keeps_result = false;
+    Cheap::Result result;
     const Tensor made =
-        ours ? Cheap::apply(at::TensorList(tensors), call, recompute.recomputes(), &keeps_result) : call->run(tensors);
-    if (keeps_result) keeps_itself(made);
+        ours ? Cheap::apply(at::TensorList(tensors), call, recompute.recomputes(), &result) : call->run(tensors);
+    if (result.kept) keeps_itself(made);
     const Tensor out = overwritten(made, tensors[0], in_place);
     if (op->row.offers && !out.is_alias_of(tensors[0]) && out.device() == tensors[0].device())
       offer_again(out, call, tensors, recompute);
+    if (result.place >= 0) takes_own_output(out, result.place);
     return out;
   }
 

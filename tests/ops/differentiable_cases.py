@@ -137,8 +137,8 @@ def cases():
     )
     found["cheap operators"] = (
         [*image(8), *numbers((8, 1, 1))],
-        lambda r, x, s: ops.cat([ops.exp(ops.mul(x, s, r), r), ops.div(x, ops.add(ops.square(x, r), s.square() + 1, 1, r), r), ops.sqrt(ops.square(x, r) + 1, r)], 1, r),
-        lambda x, s: torch.cat([torch.exp(x * s), x / (x.square() + s.square() + 1), torch.sqrt(x.square() + 1)], 1),
+        lambda r, x, s: ops.cat([ops.exp(ops.mul(x, s, r), r), ops.div(x, ops.add(ops.square(x, r), s.square() + 1, 1, r), r), ops.sqrt(ops.square(x, r) + 1, r), ops.mul(ops.tanh(x, r), ops.sigmoid(ops.mul(x, s, r), r), r)], 1, r),
+        lambda x, s: torch.cat([torch.exp(x * s), x / (x.square() + s.square() + 1), torch.sqrt(x.square() + 1), torch.tanh(x) * torch.sigmoid(x * s)], 1),
     )  # fmt: skip
     found["prelu and glu"] = (
         [*image(8), *numbers(8)],

@@ -49,14 +49,11 @@ def test_attention_every_combination_of_gradients(needs):
 
 
 def test_attention_that_is_pytorchs():
-    """All dropped, a boolean mask, groups of heads, three dimensions, no element: the same result as PyTorch's, whatever it is."""
+    """All dropped, a boolean mask, no element: the same result as PyTorch's, whatever it is."""
     q, k, v = needing(heads(number=4), [True] * 3)
-    few = [t[:, :2] for t in (k, v)]
     for args, options in (
         ((q, k, v), {"dropout_p": 1.0}),
         ((q, k, v), {"attn_mask": torch.rand(17, 17) > 0.3}),
-        ((q, *few), {"enable_gqa": True}),
-        ((q[0], k[0], v[0]), {}),
         ((q[:0], k[:0], v[:0]), {}),
     ):
         torch.manual_seed(3)
@@ -68,6 +65,99 @@ def test_attention_that_is_pytorchs():
         assert_equal(torch.autograd.grad(got.square().sum(), wanted), torch.autograd.grad(want.square().sum(), wanted))
     with pytest.raises(RuntimeError):
         ops.scaled_dot_product_attention(q, k[..., :3], v)
+
+
+def dimensions(dtype=torch.float64):
+    """Operands that PyTorch computes by products of whole matrices: (query, key, value), enable_gqa, masks."""
+    g = torch.Generator().manual_seed(0)
+    new = lambda *sizes: torch.randn(*sizes, generator=g, dtype=torch.float64).to(dtype)
+    allowed = lambda *sizes: torch.rand(*sizes, generator=g) > 0.3
+    of_one = lambda *sizes: new(*sizes[:-1], 3, sizes[-1]).unbind(-2)  # views of one product
+    # [B, H, T, N, C] out of [B, T, N, 3, H, C], and with the heads in front of the batches.
+    windows = new(2, 3, 17, 3, 4, 8).permute(3, 0, 4, 1, 2, 5)
+    some = allowed(17, 17)
+    some[3] = False  # a row that sees nothing
+    return {
+        "two": ((new(9, 8), new(11, 8), new(11, 8)), False, (allowed(9, 11), new(9, 11), new(1, 11))),
+        "three": (of_one(4, 17, 8), False, (some, allowed(4, 17, 17), new(4, 1, 17))),
+        "three, of another length": ((new(4, 9, 8), new(4, 11, 8), new(4, 11, 8)), False, (new(9, 11), allowed(1, 9, 11))),
+        "five": (tuple(windows), False, (some, new(2, 4, 3, 17, 17), allowed(2, 4, 3, 17, 17))),
+        "five, as they lie": (tuple(new(3, 2, 3, 4, 17, 8)), False, (new(17, 17),)),
+        "five, heads in front": (tuple(windows.transpose(1, 2)), False, ()),
+        "six, copied": (tuple(new(3, 2, 2, 17, 2, 3, 8).permute(0, 5, 1, 4, 2, 3, 6)), False, (some,)),
+        "columns that lie apart": (tuple(new(3, 2, 8, 17).transpose(-1, -2)), False, ()),
+        "shared heads": ((new(2, 6, 17, 8), new(2, 2, 17, 8), new(2, 2, 17, 8)), True, (some, new(2, 1, 1, 17), allowed(6, 17, 17))),
+        "one head for all": ((new(2, 17, 4, 8).transpose(1, 2), new(2, 1, 11, 8), new(2, 1, 11, 8)), True, (new(17, 11),)),
+        "heads shared by values alone": ((new(2, 4, 17, 8), new(2, 4, 17, 8), new(2, 2, 17, 8)), True, ()),
+        "shared heads in five": ((new(2, 3, 4, 17, 8), new(2, 3, 2, 17, 8), new(2, 3, 2, 17, 8)), True, (some,)),
+    }
+
+
+DIMENSIONS = tuple(dimensions())
+
+
+@pytest.mark.parametrize("again", [-1, 0, 1, 3])
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_attention_over_other_dimensions(name, again):
+    """The fused kernel's numbers, which PyTorch's are to rounding; the output as dense as its."""
+    operands, shares, masks = dimensions()[name]
+    for mask, causal, scale in [(None, False, None), (None, True, 0.3), *((m, False, None) for m in masks)]:
+        for needs in ((True, True, True), (True, False, False), (False, False, True)):
+            inputs = needing(operands, needs)
+            for _ in range(2):
+                got = run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, shares, again), *inputs)
+                want = run(lambda q, k, v: sdpa(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=shares), *inputs)
+                for a, b in zip(got, want, strict=True):
+                    assert (a is None) == (b is None)
+                    if a is not None:
+                        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            y = ops.scaled_dot_product_attention(*inputs, mask, 0.0, causal, scale, shares, again)
+            assert type(y.grad_fn).__name__ != "ViewBackward0" and "Attention" in y.grad_fn.name()
+            assert y.stride() == sdpa(*inputs, mask, 0.0, causal, scale=scale, enable_gqa=shares).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_attention_over_other_dimensions_is_as_exact(name, dtype):
+    """No further from float64 than three times what PyTorch's is, and rounding."""
+    operands, shares, masks = dimensions(dtype)[name]
+    for mask in (None, *masks[:1]):
+        exact = None if mask is None or mask.dtype == torch.bool else mask.double()
+        wide = run(lambda q, k, v: sdpa(q, k, v, mask if exact is None else exact, enable_gqa=shares), *needing([t.double() for t in operands], [True] * 3))
+        got = run(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, mask, enable_gqa=shares), *needing(operands, [True] * 3))
+        want = run(lambda q, k, v: sdpa(q, k, v, mask, enable_gqa=shares), *needing(operands, [True] * 3))
+        for a, b, e in zip(got, want, wide, strict=True):
+            off, own = ((t.double() - e).norm() for t in (a, b))
+            assert off <= 3 * own + torch.finfo(dtype).eps * e.norm(), (name, off, own)
+
+
+def test_attention_over_other_dimensions_keeps_no_probabilities():
+    for name in DIMENSIONS:
+        operands, shares, _ = dimensions()[name]
+        length = max(t.size(-2) for t in operands)
+        kept = []
+        y = None
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            y = ops.scaled_dot_product_attention(*needing(operands, [True] * 3), enable_gqa=shares)
+        assert y.requires_grad and not any(shape[-1:] == (length,) and shape[-2:-1] == (operands[0].size(-2),) for shape in kept if len(shape) > 1), (name, kept)
+
+
+def test_attention_over_other_dimensions_derivatives():
+    for name in ("three", "five", "shared heads"):
+        operands, shares, _ = dimensions()[name]
+        few = [t[..., :3, :2].detach() for t in operands]
+        f = lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, enable_gqa=shares)
+        inputs = needing([t[:1] if name == "five" else t for t in few], [True] * 3)
+        torch.autograd.gradcheck(f, inputs)
+        torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_attention_over_other_dimensions_by_what_the_caller_chose():
+    """sdpa_kernel(MATH): PyTorch's own."""
+    inputs = needing(dimensions()["three"][0], [True] * 3)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        got, want = (run(f, *inputs) for f in (ops.scaled_dot_product_attention, sdpa))
+    assert_equal(got, want)
 
 
 def blocks(q, k, v, mask=None, p=0.0, causal=False, scale=None, again=1):
