@@ -2,7 +2,7 @@
 //
 // Attention (CPU, its flash kernel) keeps query, key and value, or what they are made from, beside its output and a
 // logarithm a row; where it is recomputed neither of the latter. With dropout: attention_blocks.h; over other than four
-// dimensions, or with heads that share keys: attention_dimensions.h. A product of
+// dimensions: attention_dimensions.h. A product of
 // matrices keeps its factors, or what they are made from; softmax its output, or its input where that costs nothing.
 // Everything else is PyTorch's.
 //
@@ -50,28 +50,26 @@ struct Again {
   }
 };
 
-bool is_folded(const Tensor& q, const AttentionArgs& a) { return q.dim() != 4 || a.shares_heads; }
-
 std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
   at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-  if (!is_folded(q, a))
+  if (q.dim() == 4)
     return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
   const Fold how = fold_of(q, k, v);
   const auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      fold(how, q), fold_key(how, k), fold_key(how, v), 0.0, a.causal, added_mask(fold_mask(how, a.mask), q), a.scale);
+      fold(how, q), fold(how, k), fold(how, v), 0.0, a.causal, added_mask(fold_mask(how, a.mask), q), a.scale);
   return {unfold(how, out, q.sizes()).contiguous(), logsumexp};  // as PyTorch's product is
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const Tensor& out, const Tensor& logsumexp, const AttentionArgs& a) {
-  if (!is_folded(q, a))
+  if (q.dim() == 4)
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0, a.causal,
                                                                     added_mask(a.mask, q), a.scale);
   const Fold how = fold_of(q, k, v);
   const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      fold(how, grad), fold(how, q), fold_key(how, k), fold_key(how, v), fold(how, out), logsumexp, 0.0, a.causal,
+      fold(how, grad), fold(how, q), fold(how, k), fold(how, v), fold(how, out), logsumexp, 0.0, a.causal,
       added_mask(fold_mask(how, a.mask), q), a.scale);
-  return {unfold(how, gq, q.sizes()), unfold_key(how, gk, k.sizes()), unfold_key(how, gv, v.sizes())};
+  return {unfold(how, gq, q.sizes()), unfold(how, gk, k.sizes()), unfold(how, gv, v.sizes())};
 }
 
 struct Attention : Function<Attention> {
@@ -139,7 +137,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
            t.scalar_type() == q.scalar_type();
   };
   const AttentionArgs args{mask, is_causal, scale, dropout_p, enable_gqa};
-  const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) && !enable_gqa &&
+  const bool usual = needs_grad(q, k, v, value_or_undefined(mask)) && alike(q) && alike(k) && alike(v) &&
                      !(mask && is_causal);  // PyTorch raises
   const int64_t backend = !usual ? -1
                           : q.is_meta()  // stands for the CPU
@@ -151,7 +149,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
     const bool if_cheap = RecomputeArgument(recompute).how == Recompute::if_cheap;  // these blocks are not
     return attention_by_blocks(q, k, v, args, if_cheap ? Recompute::off : RecomputeArgument(recompute));
   }
-  const bool by_fold = !usual && is_folded(q, args) && needs_grad(q, k, v) && folds(q, k, v, args);
+  const bool by_fold = q.dim() != 4 && needs_grad(q, k, v) && folds(q, k, v, args);
   const bool fused = backend == kFlash && dropout_p == 0 &&
                      (!mask || mask->scalar_type() == at::kBool ||
                       (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));

@@ -39,7 +39,7 @@ bool mask_folds(const Tensor& mask, const Tensor& query, const Tensor& key) {
 
 bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const int64_t dims = q.dim();
-  if (dims < (args.shares_heads ? 4 : 2)) return false;
+  if (dims < (args.shares_heads ? 3 : 2)) return false;
   const auto fits = [&](const Tensor& t) {
     if (!plain(t) || !(t.is_cpu() || t.is_meta()) || t.key_set().has(c10::DispatchKey::Python) || t.numel() == 0 ||
         t.scalar_type() != q.scalar_type() || !has_cpu_dtype(t.scalar_type()) || t.dim() != dims ||
@@ -51,7 +51,7 @@ bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArg
     }
     return true;
   };
-  if (!fits(q) || !fits(k) || !fits(v) || k.size(-2) != v.size(-2)) return false;
+  if (!fits(q) || !fits(k) || !fits(v) || k.sizes() != v.sizes()) return false;
   if (args.dropout != 0 || args.scale.value_or(1) <= 0 || (args.mask && args.causal)) return false;
   const at::Context& context = at::globalContext();
   if (!context.userEnabledFlashSDP() || (low_precision(q) && context.allowFP16BF16ReductionMathSDP())) return false;
@@ -65,7 +65,7 @@ bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArg
 Fold fold_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto sizes = at_least_four(q).sizes();
   Fold how{sizes.slice(0, sizes.size() - 2).vec(), static_cast<int64_t>(sizes.size()) - 3};
-  if (sizes.size() == 4 || k.size(-3) != q.size(-3) || v.size(-3) != q.size(-3)) return how;
+  if (sizes.size() == 4 || k.size(-3) != q.size(-3)) return how;
   for (int64_t heads = how.heads; heads >= 0; --heads)
     if (folds_as_a_view(q, heads) && folds_as_a_view(k, heads) && folds_as_a_view(v, heads)) {
       how.heads = heads;
@@ -80,11 +80,6 @@ Tensor fold(const Fold& how, const Tensor& t) {
   return folded.stride(-1) == 1 ? folded : folded.contiguous();
 }
 
-Tensor fold_key(const Fold& how, const Tensor& t) {
-  const int64_t heads = how.leading.back();
-  return fold(how, t.dim() < 3 || t.size(-3) == heads ? t : t.repeat_interleave(heads / t.size(-3), -3));
-}
-
 OptTensor fold_mask(const Fold& how, const OptTensor& mask) {
   if (!mask || mask->dim() == 2) return mask;
   if (how.leading.size() == 2) return at_least_four(*mask);
@@ -97,14 +92,6 @@ Tensor unfold(const Fold& how, const Tensor& folded, at::IntArrayRef sizes) {
   moved.insert(moved.end(), {folded.size(1), folded.size(2), folded.size(3)});
   const Tensor all = folded.unflatten(0, at::IntArrayRef(moved).slice(0, moved.size() - 3)).movedim(-3, how.heads);
   return all.dim() == static_cast<int64_t>(sizes.size()) ? all : all.reshape(sizes);
-}
-
-Tensor unfold_key(const Fold& how, const Tensor& folded, at::IntArrayRef sizes) {
-  const int64_t heads = how.leading.back();
-  std::vector<int64_t> all = sizes.vec();
-  if (sizes.size() < 3 || sizes[sizes.size() - 3] == heads) return unfold(how, folded, sizes);
-  const int64_t own = std::exchange(all[all.size() - 3], heads);
-  return unfold(how, folded, all).unflatten(-3, {own, heads / own}).sum(-3);
 }
 
 }  // namespace tsmem

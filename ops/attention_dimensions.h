@@ -1,6 +1,6 @@
-// Attention over other dimensions than [N, H, L, E], for the CPU's fused kernel, which takes four: within windows or
-// over one of space and time, with one head, and with heads that share keys and values. PyTorch computes these by
-// products of whole matrices, and keeps the probabilities.
+// Attention over other dimensions than [N, H, L, E], for the CPU's fused kernel, which takes four: within windows, over
+// one of space and time, with one head. PyTorch computes these by products of whole matrices, and keeps the
+// probabilities.
 #pragma once
 #include "attention_blocks.h"
 
@@ -19,11 +19,9 @@ struct Fold {
 // The one that copies nothing, where there is one.
 Fold fold_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
 
-at::Tensor fold(const Fold& how, const at::Tensor& t);      // query, output, or a gradient of it
-at::Tensor fold_key(const Fold& how, const at::Tensor& t);  // key or value, with all heads
+// Any operand, the output, or a gradient of one of them.
+at::Tensor fold(const Fold& how, const at::Tensor& t);
 OptTensor fold_mask(const Fold& how, const OptTensor& mask);
 at::Tensor unfold(const Fold& how, const at::Tensor& folded, at::IntArrayRef sizes);
-// Summed up over the heads that share it.
-at::Tensor unfold_key(const Fold& how, const at::Tensor& folded, at::IntArrayRef sizes);
 
 }  // namespace tsmem
