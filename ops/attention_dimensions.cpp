@@ -75,8 +75,7 @@ Fold fold_of(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 Tensor fold(const Fold& how, const Tensor& t) {
-  Tensor folded = heads_last(t, how.heads);
-  if (folded.dim() > 4) folded = folded.flatten(0, -4);
+  const Tensor folded = t.dim() <= 4 ? at_least_four(t) : heads_last(t, how.heads).flatten(0, -4);
   return folded.stride(-1) == 1 ? folded : folded.contiguous();
 }
 
@@ -87,11 +86,11 @@ OptTensor fold_mask(const Fold& how, const OptTensor& mask) {
 }
 
 Tensor unfold(const Fold& how, const Tensor& folded, at::IntArrayRef sizes) {
+  if (sizes.size() <= 4) return folded.view(sizes);
   std::vector<int64_t> moved = how.leading;
   moved.erase(moved.begin() + how.heads);
   moved.insert(moved.end(), {folded.size(1), folded.size(2), folded.size(3)});
-  const Tensor all = folded.unflatten(0, at::IntArrayRef(moved).slice(0, moved.size() - 3)).movedim(-3, how.heads);
-  return all.dim() == static_cast<int64_t>(sizes.size()) ? all : all.reshape(sizes);
+  return folded.unflatten(0, at::IntArrayRef(moved).slice(0, moved.size() - 3)).movedim(-3, how.heads);
 }
 
 }  // namespace tsmem

@@ -136,7 +136,7 @@ struct Cheap : Function<Cheap> {
     bool free = recomputes;
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (tensors[i].requires_grad()) reads |= formulas[i].reads;
-      free = free && costs_nothing(tensors[i]);
+      free = free && costs_nothing(tensors[i]) && !(call->op->row.slow && layers_of(tensors[i]) > 0);
       call->sizes.push_back(tensors[i].sizes().vec());
     }
     Tensor out;

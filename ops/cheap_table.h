@@ -24,6 +24,7 @@ struct CheapOp {
   Worth worth = Worth::fed;
   bool offers = true;       // false: the output is small, or takes long to recompute
   bool by_element = false;  // an element of the output depends on the same element of each operand
+  bool slow = false;        // its result is kept where its operand takes a cheap layer to be made again
 
   constexpr std::string_view full_name() const { return schema.substr(0, schema.find('(')); }
   constexpr std::string_view name() const { return full_name().substr(0, full_name().find('.')); }
@@ -79,7 +80,7 @@ inline constexpr CheapOp kCheapOps[] = {
     in_place("sinh(Tensor self) -> Tensor", Scripted::float32),
     in_place("cosh(Tensor self) -> Tensor", Scripted::float32),
     in_place("sigmoid(Tensor self) -> Tensor"),
-    in_place("tanh(Tensor self) -> Tensor"),
+    {.schema = "tanh(Tensor self) -> Tensor", .in_place = true, .by_element = true, .slow = true},
     in_place("nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"),
     // With a number, or two operands. (Sums and products of two are in add_mul_cat.cpp.)
     in_place("add.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor", Scripted::float32),

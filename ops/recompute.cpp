@@ -114,8 +114,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
   hold(output, std::move(held));
 }
 
-// The operations of the cheap layers by which t is made again; 0: there are none, or it is kept.
-static double layers_of(const Tensor& t) {
+double layers_of(const Tensor& t) {
   if (!t.defined()) return 0;
   std::vector<Tensor> leaves;
   const RecipePtr recipe = kept_anyway(t) ? nullptr : usable_recipe(t, leaves);

@@ -92,6 +92,9 @@ bool hooks_active();
 // dropped.
 bool when_pass_ends(std::function<void()> f);
 
+// The operations of the cheap layers by which t is made again; 0: there are none, or it is kept.
+double layers_of(const at::Tensor& t);
+
 // Whether a node may keep t for nothing: others keep it, or it is recomputed from what others keep.
 bool costs_nothing(const at::Tensor& t);
 
