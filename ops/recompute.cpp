@@ -99,7 +99,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
-          if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
+          if (l.defined() && (kSmaller * bytes_of(l) <= bytes_of(output) || is_kept_by_itself(l))) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
         recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
