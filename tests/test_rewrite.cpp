@@ -1302,6 +1302,20 @@ TEST(Regions, LookUpsAndInterpolation) {
 TEST(Regions, DoesNotTakeElementwiseOperatorsOfWhatIsNotMadeAgain) {
   Module m = net("def forward(self, x):\n    return self.conv.forward(torch.exp(x)) - x\n");
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+  m = net("def forward(self, x):\n    return self.conv.forward(torch.tanh(x)) - torch.sigmoid(x)\n");
+  EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+}
+
+TEST(Regions, TakesGatesOfWhatIsMadeAgain) {
+  Module m =
+      net("def forward(self, x):\n    y = torch.neg(self.bn.forward(self.conv.forward(x)))\n"
+          "    return self.conv.forward(torch.tanh(y) * torch.sigmoid_(y - 1))\n");
+  Module original = reload(m);
+  const auto found = names(rewrite(m, regions()));
+  EXPECT_EQ(std::count(found.begin(), found.end(), "pointwise"), 4) << graph(m);
+  EXPECT_NE(graph(m).find("tsmem::tanh"), std::string::npos);
+  EXPECT_NE(graph(m).find("tsmem::sigmoid"), std::string::npos);
+  expect_same_numbers(original, m, image());
 }
 
 TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
@@ -1319,10 +1333,11 @@ TEST(Regions, TakesElementwiseOperatorsOfWhatIsKeptAnyway) {
   EXPECT_EQ(std::count(neg.begin(), neg.end(), "pointwise"), 1);
   // Nothing of ours keeps y: not what divides by a number, nor a copy, nor the one that keeps its result, nor one that
   // stays.
-  for (const char* made : {"y / 2.", "torch.neg(y)", "torch.exp(y)", "y + self.conv.forward(x)", "y + x",
-                           "torch.neg(y)) + torch.logsumexp(y, [1], True", "torch.stack([y, self.conv.forward(x)])[0]",
-                           "y.mul_(torch.logsumexp(y.detach(), [1], True))", "y.sub_(torch.mean(y, [1], True))",
-                           "y + torch.amax(y, [1], True)"})
+  for (const char* made :
+       {"y / 2.", "torch.neg(y)", "torch.exp(y)", "torch.sigmoid(y)", "y + self.conv.forward(x)", "y + x",
+        "torch.neg(y)) + torch.logsumexp(y, [1], True", "torch.stack([y, self.conv.forward(x)])[0]",
+        "y.mul_(torch.logsumexp(y.detach(), [1], True))", "y.sub_(torch.mean(y, [1], True))",
+        "y + torch.amax(y, [1], True)"})
     for (const std::string& name : found(made))
       EXPECT_TRUE(name == "conv" || name == "lookup") << name << " in " << made;
   const V sampled = found("y + torch.grid_sampler(y, y[:, :2].permute(0, 2, 3, 1), 0, 0, False)");
