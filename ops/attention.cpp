@@ -27,47 +27,58 @@ using torch::autograd::variable_list;
 
 constexpr int64_t kMath = 0, kFlash = 1;  // sdp::SDPBackend
 
+// What the fused kernel gives. Of other than four dimensions the logarithms are those of the folded operands.
+struct Result {
+  Tensor out, logsumexp;
+  std::optional<Fold> how;
+};
+
 // What an attention that is recomputed found the last time. Its output is held for the op's own backward by the recipe.
 struct Again {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> out;
   Tensor logsumexp;
+  std::optional<Fold> how;
   std::mutex mutex;
 
-  std::pair<Tensor, Tensor> take() {
+  Result take() {
     std::lock_guard lock(mutex);
     auto impl = out ? out->lock() : nullptr;
-    return {impl ? Tensor(std::move(impl)) : Tensor(), std::exchange(logsumexp, Tensor())};
+    return {impl ? Tensor(std::move(impl)) : Tensor(), std::exchange(logsumexp, Tensor()), how};
   }
   // Until it is taken or the pass of backward is over.
-  static void put(const std::shared_ptr<Again>& again, const Tensor& made, const Tensor& sums) {
+  static void put(const std::shared_ptr<Again>& again, const Result& made) {
     if (!when_pass_ends([weak = std::weak_ptr<Again>(again)] {
           if (const auto a = weak.lock()) a->take();
         }))
       return;
     std::lock_guard lock(again->mutex);
-    again->out.emplace(made.getIntrusivePtr());
-    again->logsumexp = sums;
+    again->out.emplace(made.out.getIntrusivePtr());
+    again->logsumexp = made.logsumexp;
+    again->how = made.how;
   }
 };
 
-std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
+Result flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
   at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-  if (q.dim() == 4)
-    return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
+  if (q.dim() == 4) {
+    auto [out, sums] =
+        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, a.causal, added_mask(a.mask, q), a.scale);
+    return {std::move(out), std::move(sums), {}};
+  }
   const Fold how = fold_of(q, k, v);
-  const auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+  const auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
       fold(how, q), fold(how, k), fold(how, v), 0.0, a.causal, added_mask(fold_mask(how, a.mask), q), a.scale);
-  return {unfold(how, out, q.sizes()).contiguous(), logsumexp};  // as PyTorch's product is
+  return {unfold(how, out, q.sizes()).contiguous(), sums, how};  // as PyTorch's product is
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const Tensor& out, const Tensor& logsumexp, const AttentionArgs& a) {
-  if (q.dim() == 4)
-    return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, 0.0, a.causal,
-                                                                    added_mask(a.mask, q), a.scale);
-  const Fold how = fold_of(q, k, v);
+                                                  const Result& made, const AttentionArgs& a) {
+  if (!made.how)
+    return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, made.out, made.logsumexp, 0.0,
+                                                                    a.causal, added_mask(a.mask, q), a.scale);
+  const Fold& how = *made.how;
   const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      fold(how, grad), fold(how, q), fold(how, k), fold(how, v), fold(how, out), logsumexp, 0.0, a.causal,
+      fold(how, grad), fold(how, q), fold(how, k), fold(how, v), fold(how, made.out), made.logsumexp, 0.0, a.causal,
       added_mask(fold_mask(how, a.mask), q), a.scale);
   return {unfold(how, gq, q.sizes()), unfold(how, gk, k.sizes()), unfold(how, gv, v.sizes())};
 }
@@ -79,26 +90,27 @@ struct Attention : Function<Attention> {
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(args.mask), true);
-    const auto [out, logsumexp] = flash(q, k, v, args);
-    keeper.add(again ? Tensor() : out, true);
-    keeper.add(again ? Tensor() : logsumexp, true);
+    Result made = flash(q, k, v, args);
+    keeper.add(again ? Tensor() : made.out, true);
+    keeper.add(again ? Tensor() : made.logsumexp, true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["causal"] = args.causal;
     data["scale"] = args.scale;
     data["shares_heads"] = args.shares_heads;
+    if (made.how) data["heads"] = made.how->heads;
     if (again) data["again"] = at::IValue::make_capsule(c10::make_intrusive<Shared>(again));
-    return out;
+    return made.out;
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(5);
     auto& data = ctx->saved_data;
-    Tensor out, logsumexp;
+    Result made;
     // Before SavedTensors lets the output go.
     if (data.count("again"))
-      std::tie(out, logsumexp) = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
+      made = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
     const SavedTensors kept(ctx);
     const Tensor q = kept[0], k = kept[1], v = kept[2];
     const AttentionArgs args{optional(kept[3]), data["causal"].toBool(), data["scale"].toOptional<double>(), 0,
@@ -111,12 +123,12 @@ struct Attention : Function<Attention> {
       return g;
     }
     if (!data.count("again")) {
-      out = kept[4];
-      logsumexp = kept[5];
-    } else if (!out.defined() || !logsumexp.defined()) {
-      std::tie(out, logsumexp) = flash(q, k, v, args);
+      made = {kept[4], kept[5], {}};
+      if (data.count("heads")) made.how = Fold{leading_sizes(q), data["heads"].toInt()};
+    } else if (!made.out.defined() || !made.logsumexp.defined()) {
+      made = flash(q, k, v, args);
     }
-    auto [gq, gk, gv] = flash_backward(grad, q, k, v, out, logsumexp, args);
+    auto [gq, gk, gv] = flash_backward(grad, q, k, v, made, args);
     std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
@@ -164,10 +176,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   offer(out, {q, k, v, value_or_undefined(mask)},
         [is_causal, scale, enable_gqa, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from,
                                                                            const std::vector<bool>&) {
-          const auto [made, logsumexp] =
-              flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0, enable_gqa});
-          if (const auto a = node.lock()) Again::put(a, made, logsumexp);
-          return made;
+          const Result made = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0, enable_gqa});
+          if (const auto a = node.lock()) Again::put(a, made);
+          return made.out;
         },
         offered, Pieces::no, {flops, true});
   return out;

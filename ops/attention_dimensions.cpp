@@ -39,7 +39,7 @@ bool mask_folds(const Tensor& mask, const Tensor& query, const Tensor& key) {
 
 bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
   const int64_t dims = q.dim();
-  if (dims < (args.shares_heads ? 3 : 2)) return false;
+  if (dims != 2 && dims < 5) return false;
   const auto fits = [&](const Tensor& t) {
     if (!plain(t) || !(t.is_cpu() || t.is_meta()) || t.key_set().has(c10::DispatchKey::Python) || t.numel() == 0 ||
         t.scalar_type() != q.scalar_type() || !has_cpu_dtype(t.scalar_type()) || t.dim() != dims ||
@@ -62,10 +62,15 @@ bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArg
   return usual && mask.device() == q.device() && mask_folds(mask, q, k);
 }
 
+std::vector<int64_t> leading_sizes(const Tensor& q) {
+  const Tensor whole = at_least_four(q);
+  return whole.sizes().slice(0, whole.dim() - 2).vec();
+}
+
 Fold fold_of(const Tensor& q, const Tensor& k, const Tensor& v) {
-  const auto sizes = at_least_four(q).sizes();
-  Fold how{sizes.slice(0, sizes.size() - 2).vec(), static_cast<int64_t>(sizes.size()) - 3};
-  if (sizes.size() == 4 || k.size(-3) != q.size(-3)) return how;
+  Fold how{leading_sizes(q), 0};
+  how.heads = static_cast<int64_t>(how.leading.size()) - 1;
+  if (how.leading.size() == 2 || k.size(-3) != q.size(-3)) return how;
   for (int64_t heads = how.heads; heads >= 0; --heads)
     if (folds_as_a_view(q, heads) && folds_as_a_view(k, heads) && folds_as_a_view(v, heads)) {
       how.heads = heads;

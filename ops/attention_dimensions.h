@@ -1,6 +1,6 @@
-// Attention over other dimensions than [N, H, L, E], for the CPU's fused kernel, which takes four: within windows, over
-// one of space and time, with one head. PyTorch computes these by products of whole matrices, and keeps the
-// probabilities.
+// Attention over two, five and more dimensions for the CPU's fused kernel, which takes [N, H, L, E]: within windows, or
+// over one of space and time. PyTorch computes these by products of whole matrices, and keeps the probabilities. (Three
+// it gives to the fused kernel itself, from some version on.)
 #pragma once
 #include "attention_blocks.h"
 
@@ -10,13 +10,16 @@ namespace tsmem {
 // [.., H, S, E], or with fewer heads where args.shares_heads.
 bool folds(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const AttentionArgs& args);
 
+// Sizes of query's dimensions but the last two, at least two.
+std::vector<int64_t> leading_sizes(const at::Tensor& query);
+
 // How operands become four-dimensional.
 struct Fold {
-  std::vector<int64_t> leading;  // sizes of query's dimensions but the last two, at least two
+  std::vector<int64_t> leading;  // sizes
   int64_t heads;                 // which of them stays by itself; the others become one
 };
 
-// The one that copies nothing, where there is one.
+// The one that copies nothing of these, where there is one. It depends on their strides: backward takes forward's.
 Fold fold_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
 
 // Any operand, the output, or a gradient of one of them.

@@ -12,10 +12,9 @@ namespace tsmem {
 struct OutputRecord {
   WeakNodePtr node{NodePtr()};
   RecipePtr recipe;
-  uint32_t version = 0;    // of the output when the recipe was offered
-  uint64_t kept = 0;       // which of the node's first 64 outputs somebody keeps for backward, a bit each
-  bool by_itself = false;  // the first output is kept by its own node
-  int value = -1;          // in the journal
+  uint32_t version = 0;  // of the output when the recipe was offered
+  uint64_t kept = 0;     // which of the node's first 64 outputs somebody keeps for backward, a bit each
+  int value = -1;        // in the journal
   // Called with the output when somebody first keeps it, and not again: what its own node keeps may be had from it.
   void (*when_kept)(const at::Tensor& output) = nullptr;
 };

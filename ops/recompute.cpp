@@ -56,11 +56,6 @@ static void offer_back(const Tensor& output) {
   });
 }
 
-static bool is_kept_by_itself(const Tensor& t) {
-  const auto known = known_of(owner(t));
-  return known && known->by_itself;
-}
-
 void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make, RecomputeArgument recompute,
            Pieces pieces, Cost cost, Rows rows, Form form, MakeWithoutNorm without_norm) {
   const auto& node = output.grad_fn();
@@ -99,7 +94,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
-          if (l.defined() && (kSmaller * bytes_of(l) <= bytes_of(output) || is_kept_by_itself(l))) held.push_back(l);
+          if (l.defined() && kSmaller * bytes_of(l) <= bytes_of(output)) held.push_back(l);
         if (!recipe->expensive) recipe->depth = std::max(recipe->depth, s.recipe->depth + 1);
         recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
@@ -107,9 +102,7 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         s.tensor.emplace(t.getIntrusivePtr());
         s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
-        // What its own op keeps is there under another tensor.
-        const bool smaller = pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output);
-        if (kept ? is_kept_by_itself(t) : smaller) held.push_back(t);
+        if ((pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output)) && !kept) held.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));
@@ -163,9 +156,7 @@ bool costs_nothing(const Tensor& t) {
 }
 
 void keeps_itself(const Tensor& output) {
-  if (!output.grad_fn()) return;
-  mark_kept(output);
-  update_known(output.grad_fn(), [](OutputRecord& k) { k.by_itself = true; });
+  if (output.grad_fn()) mark_kept(output);
 }
 
 bool may_overwrite_first(const std::vector<Tensor>& operands, const std::vector<bool>& spare) {

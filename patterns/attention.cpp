@@ -10,9 +10,9 @@ Pattern attention() {
           .keeps =
               "before: q, k, v, y, or copies of a and b; after: q, k, v or what they are made from, y where that is "
               "not recomputed, or a and b or what they are made from",
-          .conditions = "nothing writes to q, k, v, the mask, a or b later: PyTorch's may keep copies",
+          .conditions = "nothing writes to q, k, v, the mask, y, a or b later: PyTorch's may keep copies",
           .for_regions = true,
-          .rules = {same_schema("scaled_dot_product_attention", 8, {"a0", "a1", "a2", "a3"}),
+          .rules = {same_schema("scaled_dot_product_attention", 8, {"a0", "a1", "a2", "a3", "z"}),
                     same_schema("matmul", 2, {"a0", "a1"})}};
 }
 

@@ -234,3 +234,33 @@ def test_estimates_leave_pytorchs_own_shape_functions(tsmem):
     assert shapes() == before
     with pytest.raises(NotImplementedError):
         torch.equal(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
+
+
+class KeepsAGraph(torch.nn.Module):
+    """Makes its table once in eval mode, as LeViT its biases: a second backward goes through a graph that is gone."""
+
+    table: torch.Tensor
+    made: bool
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(8) + 0.5)
+        self.conv = torch.nn.Conv2d(3, 8, 3)
+        self.table, self.made = torch.zeros(8), False
+
+    def forward(self, x: torch.Tensor):
+        if self.training:
+            table = self.weight.square()
+        else:
+            if not self.made:
+                self.table = self.weight.square()
+                self.made = True
+            table = self.table
+        return torch.relu(self.conv(x)) * table[:, None, None]
+
+
+def test_verify_of_a_model_that_runs_once_in_eval_mode(tsmem):
+    original = torch.jit.script(KeepsAGraph())
+    verdict = tsmem.verify(original, tsmem.rewrite(original), input="2x3x12x12", thorough=True)
+    assert verdict["equal"], verdict
+    assert any("From call 2 on nothing was compared in eval mode, where both models raise: Trying to backward" in note for note in verdict["notes"]), verdict["notes"]

@@ -52,6 +52,7 @@ struct Comparison {
   const Start& at;
   Module &a, &b, &a64, &b64;
   bool f64 = true;                     // float64 is compared
+  bool over = false;                   // both models raise from here on
   Errors direct = {}, reference = {};  // B's worst against A, and against A in float64
   double f64_worst = 0;
   int worst_call = 0, worst_f64_call = 0;

@@ -54,6 +54,7 @@ def test_attention_that_is_pytorchs():
     for args, options in (
         ((q, k, v), {"dropout_p": 1.0}),
         ((q, k, v), {"attn_mask": torch.rand(17, 17) > 0.3}),
+        ((q[0], k[0], v[0]), {}),
         ((q[:0], k[:0], v[:0]), {}),
     ):
         torch.manual_seed(3)
@@ -87,15 +88,12 @@ def dimensions(dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
     new = lambda *sizes: torch.randn(*sizes, generator=g, dtype=torch.float64).to(dtype)
     allowed = lambda *sizes: torch.rand(*sizes, generator=g) > 0.3
-    of_one = lambda *sizes: new(*sizes[:-1], 3, sizes[-1]).unbind(-2)  # views of one product
     # [B, H, T, N, C] out of [B, T, N, 3, H, C], and with the heads in front of the batches.
     windows = new(2, 3, 17, 3, 4, 8).permute(3, 0, 4, 1, 2, 5)
     some = allowed(17, 17)
     some[3] = False  # a row that sees nothing
     return {
         "two": ((new(9, 8), new(11, 8), new(11, 8)), False, (allowed(9, 11), new(9, 11), new(1, 11))),
-        "three": (of_one(4, 17, 8), False, (some, allowed(4, 17, 17), new(4, 1, 17))),
-        "three, of another length": ((new(4, 9, 8), new(4, 11, 8), new(4, 11, 8)), False, (new(9, 11), allowed(1, 9, 11))),
         "five": (tuple(windows), False, (some, new(2, 4, 3, 17, 17), allowed(2, 4, 3, 17, 17))),
         "five, as they lie": (tuple(new(3, 2, 3, 4, 17, 8)), False, (new(17, 17),)),
         "five, heads in front": (tuple(windows.transpose(1, 2)), False, ()),
@@ -154,8 +152,23 @@ def test_attention_over_other_dimensions_keeps_no_probabilities():
         assert y.requires_grad and not any(shape[-1:] == (length,) and shape[-2:-1] == (operands[0].size(-2),) for shape in kept if len(shape) > 1), (name, kept)
 
 
+def test_attention_over_other_dimensions_whose_strides_change():
+    """save_on_cpu(pin_memory=True) gives back dense tensors: what becomes one dimension is forward's choice."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(memory_format=torch.contiguous_format), lambda t: t)
+    for name in DIMENSIONS:
+        operands, shares, _ = dimensions()[name]
+        results = []
+        for f in (ops.scaled_dot_product_attention, sdpa):
+            inputs = needing(operands, [True] * 3)
+            with hooks:
+                y = f(*inputs, enable_gqa=shares)
+            results.append(torch.autograd.grad(y.square().sum(), inputs))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_attention_over_other_dimensions_derivatives():
-    for name in ("three", "five", "shared heads in five"):
+    for name in ("two", "five", "shared heads in five"):
         operands, shares, _ = dimensions()[name]
         few = [t[..., :3, :2].detach() for t in operands]
         f = lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, enable_gqa=shares)
@@ -166,7 +179,7 @@ def test_attention_over_other_dimensions_derivatives():
 
 def test_attention_over_other_dimensions_by_what_the_caller_chose():
     """sdpa_kernel(MATH): PyTorch's own."""
-    inputs = needing(dimensions()["three"][0], [True] * 3)
+    inputs = needing(dimensions()["five"][0], [True] * 3)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         got, want = (run(f, *inputs) for f in (ops.scaled_dot_product_attention, sdpa))
     assert_equal(got, want)

@@ -381,24 +381,6 @@ def test_chains_keep_nothing(name):
     assert live_bytes(f) <= x.numel() * 4 + (x.numel() * 4 if name == "to.dtype" else 0) + 3 * w.numel() * 8
 
 
-def test_chains_from_what_its_own_op_keeps():
-    """Bounded scores: tanh keeps its result, as what it is made from takes a product; the chain to softmax, whose tensors are gone one after the other, comes from that."""
-    q, k, v = (data(4, 64, 16, seed=s).float().requires_grad_() for s in range(3))
-    t = torch.ops.tsmem
-
-    def f(matmul=lambda a, b: t.matmul(a, b, 3), tanh=lambda a: t.tanh(a, 1), mul=lambda a, b: t.mul(a, b, 1), softmax=lambda a: t.softmax(a, -1, None, 1)):
-        y = tanh(matmul(q, k.transpose(-1, -2)))
-        for factor in (5.0, 0.5, 2.0):
-            y = mul(y, torch.tensor(factor))
-        return matmul(softmax(y), v).square().sum()
-
-    scores = 4 * 64 * 64 * 4
-    assert scores <= live_bytes(f) <= 1.3 * scores
-    want = f(torch.matmul, torch.tanh, torch.mul, lambda a: torch.softmax(a, -1))
-    for a, b in zip(torch.autograd.grad(f(), (q, k, v)), torch.autograd.grad(want, (q, k, v)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_a_small_source_is_held():
     """x - mean: nobody keeps the mean, which is as small as a row of x."""
     x = data(512, 64, 8).float().requires_grad_()

@@ -1,8 +1,8 @@
 """A program's eager module through torch.compile(backend="tsmem"), against the module itself."""
-import os
+import math
 import pathlib
 import sys
-from typing import Callable, List, Tuple
+from typing import Callable, Dict, List, Tuple
 
 import torch
 
@@ -51,5 +51,10 @@ def wrong(config: dict, source: str, make: Callable, backend: Callable = backend
     if not found:
         return []
     by_dynamo, _ = run(make, config, states, lambda graph, examples: graph.forward)
-    facts = lambda lines: {line.split(": relative difference")[0] for line in lines}
-    return [] if facts(found) <= facts(judge.verdict(original, by_dynamo)) else found
+    return [] if sizes(found).items() <= sizes(judge.verdict(original, by_dynamo)).items() else found
+
+
+def sizes(lines: List[str]) -> Dict[str, int]:
+    """What is wrong, and by how many digits."""
+    split = [line.partition(": relative difference ") for line in lines]
+    return {what: round(math.log10(float(number))) if number else 0 for what, _, number in split}
