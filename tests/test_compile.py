@@ -970,6 +970,28 @@ def test_says_what_was_found(caplog):
     assert "2 bn-act" in caplog.text and "2 conv" in caplog.text
 
 
+class Windows(nn.Module):
+    """Attention over five dimensions, whose result is overwritten in part: PyTorch does not keep that."""
+
+    def __init__(self, halves):
+        super().__init__()
+        self.make, self.halves = nn.Linear(12, 36), halves
+
+    def forward(self, x):
+        q, k, v = (t[:, None] for t in self.make(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v)
+        if self.halves:
+            y[..., :1].mul_(0.5)
+        return y.transpose(1, 2).reshape(2, -1)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_attention_over_five_dimensions(halves, caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(Windows(halves))
+    assert ("attention" in caplog.text.split(";")[0]) != halves
+
+
 class Printing(Net):
     def forward(self, x):
         y = self.a(x)
