@@ -98,7 +98,7 @@ def dimensions(dtype=torch.float64):
         "five, as they lie": (tuple(new(3, 2, 3, 4, 17, 8)), False, (new(17, 17),)),
         "five, heads in front": (tuple(windows.transpose(1, 2)), False, ()),
         "six, copied": (tuple(new(3, 2, 2, 17, 2, 3, 8).permute(0, 5, 1, 4, 2, 3, 6)), False, (some,)),
-        "columns that lie apart": (tuple(new(3, 2, 8, 17).transpose(-1, -2)), False, ()),
+        "columns that lie apart": (tuple(new(3, 2, 3, 4, 8, 17).transpose(-1, -2)), False, ()),
         "shared heads in five": ((new(2, 3, 4, 17, 8), new(2, 3, 2, 17, 8), new(2, 3, 2, 17, 8)), True, (some,)),
     }
 
