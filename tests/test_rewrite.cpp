@@ -1302,14 +1302,14 @@ TEST(Regions, LookUpsAndInterpolation) {
 TEST(Regions, DoesNotTakeElementwiseOperatorsOfWhatIsNotMadeAgain) {
   Module m = net("def forward(self, x):\n    return self.conv.forward(torch.exp(x)) - x\n");
   EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
-  m = net("def forward(self, x):\n    return self.conv.forward(torch.tanh(x)) - torch.sigmoid(x)\n");
-  EXPECT_EQ(names(rewrite(m, regions())), V{"conv"});
+  m = net("def forward(self, x):\n    return self.conv.forward(torch.tanh(x) * torch.sigmoid(x))\n");
+  EXPECT_EQ(names(rewrite(m, regions())), (V{"conv", "mul"}));
 }
 
 TEST(Regions, TakesGatesOfWhatIsMadeAgain) {
   Module m =
       net("def forward(self, x):\n    y = torch.neg(self.bn.forward(self.conv.forward(x)))\n"
-          "    return self.conv.forward(torch.tanh(y) * torch.sigmoid_(y - 1))\n");
+          "    return self.conv.forward(torch.tanh(y) * torch.sigmoid(y - 1))\n");
   Module original = reload(m);
   const auto found = names(rewrite(m, regions()));
   EXPECT_EQ(std::count(found.begin(), found.end(), "pointwise"), 4) << graph(m);
