@@ -173,9 +173,8 @@ struct Blocks : Function<Blocks> {
 
 Tensor attention_by_pytorch(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                             const Tensor& noise) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, added_mask(args.mask, q), args.dropout,
-                                                            args.causal, optional(noise), args.scale,
-                                                            args.shares_heads));
+  return std::get<0>(at::_scaled_dot_product_attention_math(
+      q, k, v, added_mask(args.mask, q), args.dropout, args.causal, optional(noise), args.scale, args.shares_heads));
 }
 
 bool takes_blocks(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args) {
