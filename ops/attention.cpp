@@ -162,9 +162,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
     return attention_by_blocks(q, k, v, args, if_cheap ? Recompute::off : RecomputeArgument(recompute));
   }
   const bool by_fold = q.dim() != 4 && needs_grad(q, k, v) && folds(q, k, v, args);
-  const bool fused = backend == kFlash && dropout_p == 0 &&
-                     (!mask || mask->scalar_type() == at::kBool ||
-                      (plain(*mask) && !mask->requires_grad() && mask->scalar_type() == q.scalar_type()));
+  const bool fused = backend == kFlash && dropout_p == 0 && (!mask || is_fixed(*mask, q));
   if (!fused && !by_fold)
     return at::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
   const RecomputeArgument offered = as_cheap_attention(recompute, q, k, v, is_causal);

@@ -12,6 +12,12 @@ struct AttentionArgs {
   bool shares_heads = false;  // key and value may have fewer heads than query (enable_gqa)
 };
 
+// Whether the fused kernel takes the mask: one of booleans, or of query's dtype that needs no gradient.
+inline bool is_fixed(const at::Tensor& mask, const at::Tensor& query) {
+  return mask.scalar_type() == at::kBool ||
+         (plain(mask) && !mask.requires_grad() && mask.scalar_type() == query.scalar_type());
+}
+
 // The mask as it is added to the scores of `query`.
 OptTensor added_mask(const OptTensor& mask, const at::Tensor& query);
 

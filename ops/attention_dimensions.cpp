@@ -19,7 +19,7 @@ Tensor at_least_four(Tensor t) {
 }
 
 // [.., H, .., L, E] with the heads next to the rows.
-Tensor heads_last(const Tensor& t, int64_t heads) { return at_least_four(t).movedim(heads, -3); }
+Tensor heads_last(const Tensor& t, int64_t heads) { return t.movedim(heads, -3); }
 
 bool folds_as_a_view(const Tensor& t, int64_t heads) {
   const Tensor moved = heads_last(t, heads);
@@ -32,7 +32,7 @@ bool mask_folds(const Tensor& mask, const Tensor& query, const Tensor& key) {
   auto sizes = query.sizes().vec();
   sizes.back() = key.size(-2);
   if (mask.dim() < 2 || !at::is_expandable_to(mask.sizes(), sizes)) return false;
-  return mask.dim() == 2 || query.dim() <= 4 || mask.sizes() == at::IntArrayRef(sizes);
+  return mask.dim() == 2 || mask.sizes() == at::IntArrayRef(sizes);
 }
 
 }  // namespace
@@ -56,10 +56,7 @@ bool folds(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArg
   const at::Context& context = at::globalContext();
   if (!context.userEnabledFlashSDP() || (low_precision(q) && context.allowFP16BF16ReductionMathSDP())) return false;
   if (!args.mask) return true;
-  const Tensor& mask = *args.mask;
-  const bool usual = mask.scalar_type() == at::kBool ||
-                     (plain(mask) && !mask.requires_grad() && mask.scalar_type() == q.scalar_type());
-  return usual && mask.device() == q.device() && mask_folds(mask, q, k);
+  return is_fixed(*args.mask, q) && args.mask->device() == q.device() && mask_folds(*args.mask, q, k);
 }
 
 std::vector<int64_t> leading_sizes(const Tensor& q) {
@@ -86,7 +83,6 @@ Tensor fold(const Fold& how, const Tensor& t) {
 
 OptTensor fold_mask(const Fold& how, const OptTensor& mask) {
   if (!mask || mask->dim() == 2) return mask;
-  if (how.leading.size() == 2) return at_least_four(*mask);
   return heads_last(*mask, how.heads).flatten(0, -4);
 }
 

@@ -49,8 +49,8 @@ void multiply(const Tensor& out, const Tensor& start, const Tensor& a, const Fac
       at::mm_out(to, a, factor.matrix);
     return;
   }
-  for (const Tensor& t : {a, out, start})
-    TORCH_INTERNAL_ASSERT(!t.defined() || t.size(-1) < 2 || t.stride(-1) == 1, "rows must be dense");
+  for (const Tensor* t : {&a, &out, &start})
+    TORCH_INTERNAL_ASSERT(!t->defined() || t->size(-1) < 2 || t->stride(-1) == 1, "rows must be dense");
   const Rows2d from =
       start.defined() ? Rows2d{start.const_data_ptr(), start.dim() == 2 ? start.stride(0) : 0} : Rows2d{nullptr, 0};
   const ProductArgs product{cpu_dtype(a.scalar_type()),
