@@ -85,13 +85,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tens
 
 struct Attention : Function<Attention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const AttentionArgs& args, const std::shared_ptr<Again>& again) {
+                        const AttentionArgs& args, const std::shared_ptr<Again>& again, Tensor* kept) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(args.mask), true);
     Result made = flash(q, k, v, args);
-    keeper.add(again ? Tensor() : made.out, true);
+    *kept = keeper.add_result(again ? Tensor() : made.out);
     keeper.add(again ? Tensor() : made.logsumexp, true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
@@ -105,7 +105,7 @@ struct Attention : Function<Attention> {
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(5);
+    if (!grad.defined()) return variable_list(6);
     auto& data = ctx->saved_data;
     Result made;
     // Before SavedTensors lets the output go.
@@ -119,7 +119,7 @@ struct Attention : Function<Attention> {
       const std::array<bool, 3> want = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
       auto g = differentiable_gradients(
           {q, k, v}, want, grad, [&](const auto& t) { return attention_by_pytorch(t[0], t[1], t[2], args, {}); });
-      g.resize(5);
+      g.resize(6);
       return g;
     }
     if (!data.count("again")) {
@@ -129,7 +129,7 @@ struct Attention : Function<Attention> {
       made = flash(q, k, v, args);
     }
     auto [gq, gk, gv] = flash_backward(grad, q, k, v, made, args);
-    std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor()};
+    std::vector<Tensor> g = {gq, gk, gv, Tensor(), Tensor(), Tensor()};
     for (int i : {0, 1, 2})
       if (!ctx->needs_input_grad(i)) g[i] = Tensor();
     return g;
@@ -168,8 +168,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   const RecomputeArgument offered = as_cheap_attention(recompute, q, k, v, is_causal);
   // Null: the output is kept. The node owns it; the recipe outlives the node, and holds nothing.
   const auto again = offered.recomputes() && !hooks_active() ? std::make_shared<Again>() : nullptr;
-  const Tensor out = Attention::apply(q, k, v, args, again);
-  if (!again) keeps_itself(out);
+  Tensor kept;
+  const Tensor out = Attention::apply(q, k, v, args, again, &kept);
+  if (!again) keeps_itself(out, kept);
   const double flops = 4.0 * static_cast<double>(out.numel()) * static_cast<double>(k.size(-2));
   offer(out, {q, k, v, value_or_undefined(mask)},
         [is_causal, scale, enable_gqa, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from,
@@ -275,12 +276,12 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t dim) {
 
 // What it keeps: its output, or (again) its input, from which its output is made for others too and then held for it.
 struct Softmax : Function<Softmax> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again, int64_t* place) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t dim, bool again, int64_t* place, Tensor* kept) {
     ctx->set_materialize_grads(false);
     const Tensor out = at::softmax(x, dim);
     Keeper keeper;
     keeper.add(again ? x : Tensor());
-    keeper.add(again ? Tensor() : out, true);
+    *kept = keeper.add_result(again ? Tensor() : out);
     *place = keeper.save(ctx, /*soon=*/!again);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["again"] = again;
@@ -289,14 +290,15 @@ struct Softmax : Function<Softmax> {
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(4);
+    if (!grad.defined()) return variable_list(5);
     const bool again = ctx->saved_data["again"].toBool();
     // Under create_graph it is made from the input, through which it is differentiated.
     Tensor out = again && !at::GradMode::is_enabled() ? own_output_made() : Tensor();
     const SavedTensors kept(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt();
     if (!out.defined()) out = again ? at::softmax(kept[0], dim) : kept[1];
-    std::vector<Tensor> g = {softmax_backward(grad, out, dim), Tensor(), Tensor(), Tensor()};
+    std::vector<Tensor> g(5);
+    g[0] = softmax_backward(grad, out, dim);
     return g;
   }
 };
@@ -307,8 +309,9 @@ Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype
   // Its input in place of its output, where that costs nothing.
   const bool again = RecomputeArgument(recompute).recomputes() && costs_nothing(x);
   int64_t place = 0;
-  const Tensor out = Softmax::apply(x, dim, again, &place);
-  if (!again) keeps_itself(out);
+  Tensor kept;
+  const Tensor out = Softmax::apply(x, dim, again, &place, &kept);
+  if (!again) keeps_itself(out, kept);
   offer(
       out, {x},
       [dim](std::vector<Tensor>& from, const std::vector<bool>& spare) { return softmax_of(from[0], dim, spare[0]); },

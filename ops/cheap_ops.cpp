@@ -123,7 +123,7 @@ struct Cheap : Function<Cheap> {
   // What becomes of a result that backward reads: it is kept, or made again for others too and then held for this node,
   // which is the result's user number `place` (else -1).
   struct Result {
-    bool kept = false;
+    std::optional<Tensor> kept;  // as Keeper::add_result() gives it
     int64_t place = -1;
   };
 
@@ -147,10 +147,12 @@ struct Cheap : Function<Cheap> {
     // A result that is small is not worth making again.
     const bool again = (reads & kResult) && free && 4 * out.numel() >= tensors[0].numel();
     const bool alone = again && reads == kResult;
-    result->kept = (reads & kResult) && !again;
     Keeper keeper;
     for (size_t i = 0; i < tensors.size(); ++i) keeper.add((reads & 1u << i) || again ? tensors[i] : Tensor());
-    keeper.add(result->kept ? out : Tensor(), true);
+    if ((reads & kResult) && !again)
+      result->kept = keeper.add_result(out);
+    else
+      keeper.add(Tensor());
     const int64_t place = keeper.save(ctx, /*soon=*/!alone);
     if (alone) result->place = place;
     ctx->saved_data["call"] = IValue::make_capsule(call);
@@ -272,7 +274,7 @@ struct Kernel : c10::OperatorKernel {
     Cheap::Result result;
     const Tensor made =
         ours ? Cheap::apply(at::TensorList(tensors), call, recompute.recomputes(), &result) : call->run(tensors);
-    if (result.kept) keeps_itself(made);
+    if (result.kept) keeps_itself(made, *result.kept);
     const Tensor out = overwritten(made, tensors[0], in_place);
     if (op->row.offers && !out.is_alias_of(tensors[0]) && out.device() == tensors[0].device())
       offer_again(out, call, tensors, recompute);

@@ -8,6 +8,8 @@
 
 namespace tsmem {
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // What is known of a node's first output while the node lives, and who keeps the others.
 struct OutputRecord {
   WeakNodePtr node{NodePtr()};
@@ -15,6 +17,8 @@ struct OutputRecord {
   uint32_t version = 0;  // of the output when the recipe was offered
   uint64_t kept = 0;     // which of the node's first 64 outputs somebody keeps for backward, a bit each
   int value = -1;        // in the journal
+  // What the node keeps of it for its own backward (Keeper::add_result); none: nothing, or its backward has run.
+  std::optional<WeakTensor> result;
   // Called with the output when somebody first keeps it, and not again: what its own node keeps may be had from it.
   void (*when_kept)(const at::Tensor& output) = nullptr;
 };

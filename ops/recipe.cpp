@@ -139,6 +139,44 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
   return made;
 }
 
+// Whether as_strided gives t from the tensor that it is a view of: not as another type, negated or conjugated.
+static bool strided_view(const Tensor& t, const Tensor& whole) {
+  return t.scalar_type() == whole.scalar_type() && t.is_neg() == whole.is_neg() && t.is_conj() == whole.is_conj();
+}
+
+// t, from `whole`, of which it is a view.
+static RecipePtr view_of(Source whole_source, const Tensor& t, const Tensor& whole) {
+  auto view = std::make_shared<Recipe>();
+  const RecipePtr& from = whole_source.recipe;
+  view->depth = from ? from->depth : 0;
+  view->expensive_depth = from ? from->expensive_depth : 0;
+  view->layers = from ? from->layers : 0;
+  view->stream = from ? from->stream : stream_of(whole);
+  view->view = true;
+  view->strides = c10::DimVector(t.strides());
+  view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
+                whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
+    return operands[0].as_strided(sizes, strides, offset - whole_offset + operands[0].storage_offset());
+  };
+  view->sources.push_back(std::move(whole_source));
+  return view;
+}
+
+Source kept_source(const Tensor& t) {
+  const Tensor whole = owner(t);
+  Source source;
+  source.version = t._version();
+  const auto known = known_of(whole);
+  const auto result = known && known->result ? known->result->lock() : nullptr;
+  source.kept = result != nullptr;
+  source.tensor.emplace(result ? result : whole.getIntrusivePtr());
+  if (whole.is_same(t)) return source;
+  if (strided_view(t, whole)) return {view_of(std::move(source), t, whole), std::nullopt};
+  source.kept = false;
+  source.tensor.emplace(t.getIntrusivePtr());
+  return source;
+}
+
 RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const Tensor whole = owner(t);
   const auto known = known_of(whole);
@@ -158,22 +196,8 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
   if (!worth) return nullptr;
   if (whole.is_same(t)) return known->recipe;
-  // A view as another type, or one that negates or conjugates: as_strided gives none of these.
-  if (t.scalar_type() != whole.scalar_type() || t.is_neg() != whole.is_neg() || t.is_conj() != whole.is_conj())
-    return nullptr;
-  auto view = std::make_shared<Recipe>();
-  view->sources.push_back({known->recipe, std::nullopt});
-  view->depth = known->recipe->depth;
-  view->expensive_depth = known->recipe->expensive_depth;
-  view->view = true;
-  view->layers = known->recipe->layers;
-  view->strides = c10::DimVector(t.strides());
-  view->stream = known->recipe->stream;
-  view->make = [sizes = t.sizes().vec(), strides = t.strides().vec(), offset = t.storage_offset(),
-                whole_offset = whole.storage_offset()](std::vector<Tensor>& operands, const std::vector<bool>&) {
-    return operands[0].as_strided(sizes, strides, offset - whole_offset + operands[0].storage_offset());
-  };
-  return view;
+  if (!strided_view(t, whole)) return nullptr;
+  return view_of({known->recipe, std::nullopt}, t, whole);
 }
 
 }  // namespace tsmem

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "known.h"
 #include "recompute.h"
 
 namespace tsmem {
@@ -12,9 +13,9 @@ namespace tsmem {
 // A value that a recipe starts from: made by another recipe, or the tensor itself.
 struct Source {
   RecipePtr recipe;
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor;  // none: undefined
+  std::optional<WeakTensor> tensor;  // none: undefined
   uint32_t version = 0;
-  bool kept = false;  // what the recipe is of keeps it for its own backward
+  bool kept = false;  // the op that made it, or the one that the recipe is of, keeps it for its own backward
 };
 
 struct Recipe {
@@ -69,6 +70,10 @@ at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const V
 // it soon are no reason to make it: each of them may do without it too.
 std::vector<at::Tensor> operands_again(const Recipe& recipe, const at::Tensor* leaves, const Visited& first,
                                        int64_t user, int level);
+
+// t, which somebody keeps: as long as it is kept, and not only while t is there, which may be a view of it, or what its
+// own op has given and keeps.
+Source kept_source(const at::Tensor& t);
 
 // The recipe of t, where it has one that holds and is worth it, and its leaves in the order of place().
 RecipePtr usable_recipe(const at::Tensor& t, std::vector<at::Tensor>& leaves);

@@ -89,8 +89,8 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
     if (t.defined()) {
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
-      s.kept = recipe->layer && recipe->sources.size() < kFactors && t.is_leaf();
-      const bool kept = s.kept || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
+      const bool keeps = recipe->layer && recipe->sources.size() < kFactors && t.is_leaf();
+      const bool kept = keeps || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)
@@ -99,10 +99,15 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
-        s.tensor.emplace(t.getIntrusivePtr());
-        s.version = t._version();
         let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
-        if ((pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output)) && !kept) held.push_back(t);
+        if (kept) {
+          s = kept_source(t);
+          s.kept |= keeps;
+        } else {
+          s.tensor.emplace(t.getIntrusivePtr());
+          s.version = t._version();
+          if (pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output)) held.push_back(t);
+        }
       }
     }
     recipe->sources.push_back(std::move(s));
@@ -155,8 +160,11 @@ bool costs_nothing(const Tensor& t) {
   return !hooks_active() && (kept_anyway(t) || usable_recipe(t, leaves));
 }
 
-void keeps_itself(const Tensor& output) {
-  if (output.grad_fn()) mark_kept(output);
+void keeps_itself(const Tensor& output, const Tensor& result) {
+  if (!output.grad_fn()) return;
+  mark_kept(output);
+  if (result.defined())
+    update_known(output.grad_fn(), [&](OutputRecord& k) { k.result.emplace(result.getIntrusivePtr()); });
 }
 
 bool may_overwrite_first(const std::vector<Tensor>& operands, const std::vector<bool>& spare) {

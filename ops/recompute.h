@@ -98,8 +98,8 @@ double layers_of(const at::Tensor& t);
 // Whether a node may keep t for nothing: others keep it, or it is recomputed from what others keep.
 bool costs_nothing(const at::Tensor& t);
 
-// The op that made `output` keeps it for its own backward.
-void keeps_itself(const at::Tensor& output);
+// The op that made `output` keeps it for its own backward, as `result`: what Keeper::add_result() has returned.
+void keeps_itself(const at::Tensor& output, const at::Tensor& result);
 
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
@@ -124,6 +124,9 @@ class Keeper {
  public:
   // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
+  // Keeps the node's own result. Returns what recipes start from in its place, which is there as long as the node keeps
+  // it: the tensor itself may go before. Undefined where hooks see what is kept.
+  at::Tensor add_result(const at::Tensor& result);
   // Keeps `copy`, or nothing, of one of the node's operands, whose place in the graph backward can give it.
   void add_copy(const at::Tensor& copy, const at::Tensor& operand);
   // The node's place in forward. soon: what others make again is held for it where it comes soon after them.
@@ -131,6 +134,7 @@ class Keeper {
 
  private:
   std::vector<at::Tensor> leaves_;
+  at::Tensor result_;               // kept after the slots
   std::vector<RecipePtr> recipes_;  // one a slot; null: the tensor itself
   std::vector<GraphPlace> graph_;   // one a slot
 };

@@ -60,7 +60,7 @@ std::vector<Tensor> layer_by_pytorch(const Tensor& input, const Tensor& hx, cons
 
 struct RnnLayer : Function<RnnLayer> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& hx, const OptTensor& cx,
-                               TensorList weights, const LayerArgs& args) {
+                               TensorList weights, const LayerArgs& args, Tensor* kept) {
     ctx->set_materialize_grads(false);
     static const RnnLayerOp op("tsmem::_rnn_layer");
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -72,7 +72,7 @@ struct RnnLayer : Function<RnnLayer> {
     keeper.add(hx);
     keeper.add(value_or_undefined(cx));
     for (const Tensor& w : weights) keeper.add(w);
-    keeper.add(out, true);
+    *kept = keeper.add_result(out);
     keeper.add(borders, true);
     keeper.add(gates, true);
     keeper.save(ctx);
@@ -91,7 +91,7 @@ struct RnnLayer : Function<RnnLayer> {
     static const RnnLayerBackwardOp op("tsmem::_rnn_layer_backward");
     auto& data = ctx->saved_data;
     const auto weights = static_cast<size_t>(data["weights"].toInt());
-    variable_list result(4 + weights);
+    variable_list result(5 + weights);
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
     const SavedTensors kept(ctx);
     std::vector<Tensor> w;
@@ -217,9 +217,11 @@ std::vector<Tensor> run_layers(const Network& n, Tensor x, std::vector<int64_t> 
   for (int64_t l = 0; l < n.layers; ++l) {
     const auto of_layer = [&](const Tensor& t) { return n.layers == 1 ? t : t.narrow(0, l * d, d); };
     const OptTensor cx = n.cell == Cell::lstm ? OptTensor(of_layer(n.hidden[1])) : std::nullopt;
-    const auto result = RnnLayer::apply(x, of_layer(n.hidden[0]), cx, TensorList(n.params).slice(l * each, each), args);
+    Tensor kept;
+    const auto result =
+        RnnLayer::apply(x, of_layer(n.hidden[0]), cx, TensorList(n.params).slice(l * each, each), args, &kept);
     x = result[0];
-    keeps_itself(x);
+    keeps_itself(x, kept);
     for (size_t i = 0; i < last.size(); ++i) last[i].push_back(result[1 + i]);
     if (n.train && n.dropout != 0 && l + 1 < n.layers) x = drop.call(x, n.dropout, true, false, 1);
   }

@@ -63,6 +63,13 @@ void Keeper::add(const Tensor& t, bool always_itself) {
   graph_.emplace_back();
 }
 
+Tensor Keeper::add_result(const Tensor& result) {
+  add(result, /*always_itself=*/true);
+  // The same memory and counter of changes; no place in the graph, in which the node would hold itself.
+  if (result.defined() && !hooks_active()) result_ = result.tensor_data();
+  return result_;
+}
+
 // Under the recipe's lock. Nearly always in order: forks of one graph count apart.
 static void add_user(const Recipe& recipe, int64_t user) {
   recipe.users.insert(std::upper_bound(recipe.users.begin(), recipe.users.end(), user), user);
@@ -82,6 +89,7 @@ int64_t Keeper::save(torch::autograd::AutogradContext* ctx, bool soon) {
     std::lock_guard<std::mutex> lock(recipe->mutex);
     add_user(*recipe, program->user);
   }
+  if (result_.defined()) leaves_.push_back(std::move(result_));
   if (const Journal* now = noting()) {
     program->journal = current_journal();
     program->at = static_cast<int>(now->values.size());
