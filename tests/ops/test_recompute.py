@@ -1326,3 +1326,124 @@ def test_what_is_interpolated_is_kept_in_place_of_the_result():
     left = [bytes_left(lambda: [run(r)]) for r in (1, 0)]
     assert left[0] <= left[1] - x.nbytes * 3 + 4096
     assert_equal(*(torch.autograd.grad(run(r).square().sum(), (x, w)) for r in (1, 0)))
+
+
+def kept_by_their_own_op():
+    """Makes results that their own op keeps, of 2 x 4 x 64 x 64, from an input that nobody else keeps."""
+
+    def attention(t):
+        return ops.scaled_dot_product_attention(t, t, t, None, 0.0, False, None, False, 0)
+
+    states = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((192, 64), (192, 64))]
+    return {"tanh": lambda t: ops.tanh(t, 1), "exp": lambda t: ops.exp(t, 1), "softmax": lambda t: ops.softmax(t, -1, None, 1), "attention": attention,
+            "attention of five dimensions": lambda t: attention(t[None])[0],
+            "gru": lambda t: ops.gru(t.view(8, 64, 64), torch.zeros(1, 64, 64, dtype=torch.float64), states, False, 1, 0.0, True, False, False)[0].view(t.shape)}
+
+
+ONES = torch.ones(64, dtype=torch.float64)
+VIEWS = {"as it is": lambda t: t, "transposed": lambda t: t.transpose(2, 3), "a part": lambda t: t[:, 1:]}
+
+
+def sum_of_a_kept_result(make, view, again):
+    """A layer of what is made from the result, which is there no more then; and that layer's weight."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 4, 64, 64, dtype=torch.float64, requires_grad=True), torch.randn(8, 64, dtype=torch.float64, requires_grad=True)
+    return ops.linear(ops.add(view(make(Once.apply(x))), ONES, 1, again), w), x, w
+
+
+class Once(torch.autograd.Function):
+    """Keeps nothing, and nobody can make it again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 8
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", kept_by_their_own_op())
+def test_made_from_a_result_that_its_own_op_keeps(name, view):
+    make = kept_by_their_own_op()[name]
+    left = [bytes_left(lambda: sum_of_a_kept_result(make, VIEWS[view], r)) for r in (0, 1)]
+    assert left[0] - left[1] == (1.5 if view == "a part" else 2) * 64 * 64 * 4 * 8
+    outs = [sum_of_a_kept_result(make, VIEWS[view], r) for r in (0, 1)]
+    assert_equal(*(torch.autograd.grad(y.square().sum(), (x, w)) for y, x, w in outs))
+
+
+@pytest.mark.parametrize("name", ("tanh", "softmax", "attention"))
+def test_second_derivatives_through_a_result_that_its_own_op_keeps(name):
+    make = kept_by_their_own_op()[name]
+
+    def second(r):
+        y, x, w = sum_of_a_kept_result(make, VIEWS["transposed"], r)
+        first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))]
+
+    assert_equal(second(1), second(0))
+
+
+@pytest.mark.parametrize("name", ("tanh", "softmax", "attention"))
+def test_a_result_that_its_own_op_keeps_is_not_kept_longer(name):
+    """It goes with the last of its users; a graph that is dropped leaves nothing, nor does a leaf made of the result."""
+    make = kept_by_their_own_op()[name]
+
+    def passed():
+        y, x, w = sum_of_a_kept_result(make, VIEWS["transposed"], 1)
+        torch.autograd.grad(y.sum(), (x, w))
+        return y.detach()
+
+    def dropped():
+        return sum_of_a_kept_result(make, VIEWS["transposed"], 1)[0].detach()
+
+    def detached():
+        y = make(Once.apply(torch.randn(2, 4, 64, 64, dtype=torch.float64, requires_grad=True)))
+        return y.detach_()
+
+    for f in (passed, dropped, detached):
+        assert live_bytes(f) == 0
+
+
+def test_a_kept_result_changed_in_place():
+    """After forward: the layer's input can be made from it no more."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    for wanted in (w, x):
+        y = ops.tanh(x * 1.0, 1)
+        out = ops.linear(ops.add(y, 1.0, 1, 1), w)
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="(?s)modified by an inplace operation.*tsmem: a source of a recomputed tensor was changed in place"):
+            torch.autograd.grad(out.sum(), wanted)
+
+
+def test_a_kept_result_changed_before_it_is_read():
+    """What is made from it is made from the new values: it is kept itself."""
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    grads = []
+    for r in (0, 1):
+        y = ops.tanh(x * 1.0, 1).add_(1)
+        grads.append(torch.autograd.grad(ops.linear(ops.add(y, 1.0, 1, r), w).square().sum(), w))
+    assert_equal(*grads)
+
+
+def test_a_part_of_a_parameter():
+    """A table of positions: the part that is added goes, the parameter stays."""
+    torch.manual_seed(0)
+    x, table, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 32, 64), (1, 48, 64), (8, 64)))
+
+    def run(r):
+        return ops.linear(ops.add(x, table[:, 8:40], 1, r), w)
+
+    assert bytes_left(lambda: run(0)) - bytes_left(lambda: run(1)) == x.nbytes
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), (x, table, w)) for r in (0, 1)))
+
+
+def test_hooks_see_a_kept_result_once():
+    seen = []
+    x = torch.randn(64, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        ops.tanh(x * 1.0, 1)
+    assert seen.count(x.shape) == 1
