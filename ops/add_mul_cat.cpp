@@ -42,8 +42,8 @@ struct Mul : Function<Mul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
-    keeper.add(b.requires_grad() ? a : Tensor());
-    keeper.add(a.requires_grad() ? b : Tensor());
+    const Tensor none;
+    keeper.add_all({b.requires_grad() ? &a : &none, a.requires_grad() ? &b : &none});
     keeper.save(ctx);
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();
@@ -98,9 +98,10 @@ Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
   }
   if (!ours || !grad) return at::cat(tensors, dim);
   const Tensor out = at::cat(tensors, dim);
+  const bool by_columns = out.dim() > 1 && at::maybe_wrap_dim(dim, out.dim()) == out.dim() - 1;
   offer(
       out, tensors.vec(), [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::cat(from, dim); },
-      recompute, Pieces::yes);
+      recompute, Pieces::yes, {}, Rows::all, by_columns ? Form::columns : Form::any);
   return out;
 }
 

@@ -27,13 +27,14 @@ std::optional<c10::Stream> stream_of(const Tensor& t) {
 // it is there again for that module's own backward alone.
 static bool is_emptied(const Tensor& t) { return t.has_storage() && t.numel() > 0 && t.storage().nbytes() == 0; }
 
-// The leaves of a recipe in the order of place(), and of these those that are kept in any case; false where one has
-// gone or was changed.
-static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unordered_set<const c10::TensorImpl*>& kept,
-                    Visited& visited) {
+// The leaves of a recipe in the order of place(), what they take where nobody else keeps them, and of these those that
+// are kept in any case; false where one has gone or was changed.
+static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::vector<size_t>& bytes,
+                    std::unordered_set<const c10::TensorImpl*>& kept, Visited& visited) {
   if (!visited.emplace(&recipe, 0).second) return true;
   for (const Source& s : recipe.sources) {
     if (s.recipe) continue;
+    bytes.push_back(s.bytes);
     if (!s.tensor) {
       leaves.emplace_back();
     } else {
@@ -46,7 +47,7 @@ static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unor
     }
   }
   for (const Source& s : recipe.sources)
-    if (s.recipe && !collect(*s.recipe, leaves, kept, visited)) return false;
+    if (s.recipe && !collect(*s.recipe, leaves, bytes, kept, visited)) return false;
   return true;
 }
 
@@ -162,19 +163,17 @@ static RecipePtr view_of(Source whole_source, const Tensor& t, const Tensor& who
   return view;
 }
 
-Source kept_source(const Tensor& t) {
-  const Tensor whole = owner(t);
-  Source source;
-  source.version = t._version();
+Source source_of(const Tensor& t, const Tensor& whole, bool keeps) {
+  if (!whole.is_same(t) && !strided_view(t, whole)) return source_of(t, t, keeps);
   const auto known = known_of(whole);
   const auto result = known && known->result ? known->result->lock() : nullptr;
-  source.kept = result != nullptr;
+  Source source;
+  source.kept = keeps || result;
   source.tensor.emplace(result ? result : whole.getIntrusivePtr());
-  if (whole.is_same(t)) return source;
-  if (strided_view(t, whole)) return {view_of(std::move(source), t, whole), std::nullopt};
-  source.kept = false;
-  source.tensor.emplace(t.getIntrusivePtr());
-  return source;
+  source.version = t._version();
+  // A part of a leaf (a buffer, the caller's input) counts for itself: the rest is there in any case.
+  source.bytes = bytes_of(whole.is_leaf() ? t : whole);
+  return whole.is_same(t) ? source : Source{view_of(std::move(source), t, whole), std::nullopt};
 }
 
 RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
@@ -188,16 +187,18 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   if (known->recipe->stream != stream_of(whole)) return nullptr;
   Visited visited;
   std::unordered_set<const c10::TensorImpl*> counted;
-  if (!collect(*known->recipe, leaves, counted, visited)) return nullptr;
+  std::vector<size_t> bytes;
+  if (!collect(*known->recipe, leaves, bytes, counted, visited)) return nullptr;
   size_t cost = 0;
-  for (const Tensor& l : leaves)
-    if (l.defined() && counted.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
+  for (size_t i = 0; i < leaves.size(); ++i)
+    if (leaves[i].defined() && counted.insert(leaves[i].unsafeGetTensorImpl()).second && !kept_anyway(leaves[i]))
+      cost += bytes[i];
   const size_t gain = bytes_of(whole);
   const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
   if (!worth) return nullptr;
   if (whole.is_same(t)) return known->recipe;
   if (!strided_view(t, whole)) return nullptr;
-  return view_of({known->recipe, std::nullopt}, t, whole);
+  return view_of(Source{known->recipe, std::nullopt}, t, whole);
 }
 
 }  // namespace tsmem

@@ -15,6 +15,7 @@ struct Source {
   RecipePtr recipe;
   std::optional<WeakTensor> tensor;  // none: undefined
   uint32_t version = 0;
+  size_t bytes = 0;   // what keeping it takes where nobody else does
   bool kept = false;  // the op that made it, or the one that the recipe is of, keeps it for its own backward
 };
 
@@ -71,9 +72,9 @@ at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const V
 std::vector<at::Tensor> operands_again(const Recipe& recipe, const at::Tensor* leaves, const Visited& first,
                                        int64_t user, int level);
 
-// t, which somebody keeps: as long as it is kept, and not only while t is there, which may be a view of it, or what its
-// own op has given and keeps.
-Source kept_source(const at::Tensor& t);
+// t, from `whole`: t or what it is a view of. As long as that is kept, and not only while the tensor is there: what its
+// own op keeps of its result is the same. keeps: the op that the recipe is of keeps it.
+Source source_of(const at::Tensor& t, const at::Tensor& whole, bool keeps);
 
 // The recipe of t, where it has one that holds and is worth it, and its leaves in the order of place().
 RecipePtr usable_recipe(const at::Tensor& t, std::vector<at::Tensor>& leaves);

@@ -99,15 +99,10 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
-        let_go(t);  // a weak pointer would keep its sources alive, and it won't be recomputed from them
-        if (kept) {
-          s = kept_source(t);
-          s.kept |= keeps;
-        } else {
-          s.tensor.emplace(t.getIntrusivePtr());
-          s.version = t._version();
-          if (pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output)) held.push_back(t);
-        }
+        const bool small = !kept && kSmaller * bytes_of(t) <= bytes_of(output);
+        s = source_of(t, small ? t : owner(t), keeps);
+        let_go(small ? t : owner(t));  // a weak pointer would keep its sources, from which it won't be recomputed
+        if (small || (pieces == Pieces::yes && !kept)) held.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));

@@ -41,7 +41,8 @@ enum class Pieces { no, yes };
 // operands of other sizes: make() takes any number of rows.
 //
 // form: Form::norm_relu for relu(batch_norm(x)) of the operands x, weight, bias, mean and inverse deviation: kernels
-// may compute from these in its place (norm_relu_conv.h).
+// may compute from these in its place (norm_relu_conv.h). Form::columns: the operands are put together in their last
+// dimension.
 //
 // without_norm: makes the output without its first operand, whose form is norm_relu: from that one's operands, followed
 // by the others. operands() makes these, none where the first operand is held, and is called where a kernel may take
@@ -52,7 +53,7 @@ struct Cost {
   bool expensive = false;
 };
 enum class Rows { all, own };
-enum class Form { any, norm_relu };
+enum class Form { any, norm_relu, columns };
 using MakeWithoutNorm = std::function<at::Tensor(const std::function<std::vector<at::Tensor>()>& operands)>;
 void offer(const at::Tensor& output, const std::vector<at::Tensor>& operands, Make make,
            RecomputeArgument recompute = Recompute::shared, Pieces pieces = Pieces::no, Cost cost = {},
@@ -124,6 +125,9 @@ class Keeper {
  public:
   // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
+  // add() of each, in order. What nothing makes again counts as kept before others are asked what they are made from:
+  // parts of one tensor, of which only some are read as they are.
+  void add_all(std::initializer_list<const at::Tensor*> tensors);
   // Keeps the node's own result. Returns what recipes start from in its place, which is there as long as the node keeps
   // it: the tensor itself may go before. Undefined where hooks see what is kept.
   at::Tensor add_result(const at::Tensor& result);

@@ -134,7 +134,7 @@ class Twice(nn.Module):
                 z = y.sin()
             y = y * z
         else:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast("cpu", torch.bfloat16):
                 y = y.sin()
         return self.half(y)
 
@@ -381,6 +381,65 @@ def test_a_weight_on_both_sides_of_a_border(border, caplog):
     with caplog.at_level(logging.INFO, "tsmem"):
         check(Twice(border))
     assert caplog.text.count("bn-act") == 2 and "as it is" not in caplog.text
+
+
+class SwitchedOff(nn.Module):
+    """Blocks that change nothing where autocast is off, as around rotary embeddings; between a norm and its activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.end = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = self.norm(self.conv(x))
+            with torch.autocast("cuda", enabled=False), torch.enable_grad():
+                y = F.relu(y)
+        return self.end(y)
+
+
+def test_blocks_that_switch_off_what_is_off_are_no_borders(caplog):
+    with caplog.at_level(logging.INFO, "tsmem"):
+        check(SwitchedOff())
+    assert "bn-act" in caplog.text and "|" not in caplog.text
+
+
+def test_blocks_that_switch_off_what_is_on_stay():
+    """Around the call, and inside of another block; the call without autocast has a graph of its own."""
+
+    class Inner(SwitchedOff):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = super().forward(self.end(self.conv(x)))
+                with torch.autocast("cpu", enabled=False):
+                    return y + self.end(self.conv(x))
+
+    for model in (SwitchedOff(), Inner()):
+        function = compiled(model)
+        for around in (True, False, True):
+            dtypes = []
+            for f in (model, function):
+                with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                    out = f(SMALL)
+                    dtypes.append((out.dtype, *(g.dtype for g in torch.autograd.grad(out.float().sum(), list(model.parameters())))))
+            assert dtypes[0] == dtypes[1]
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                torch.testing.assert_close(function(SMALL), model(SMALL), rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_that_are_off_stay_off():
+    """A block that switches them on inside of one that switches them off is none that changes nothing."""
+
+    class Net(SwitchedOff):
+        def forward(self, x):
+            with torch.no_grad():
+                y = self.conv(x)
+                with torch.enable_grad():
+                    z = self.end(F.relu(self.norm(y)))
+                y = self.end(y)
+            return y * z
+
+    check(Net())
 
 
 def test_training_flags_and_frozen_parts_change():

@@ -98,6 +98,33 @@ def _is_new(tensor: fx.Node) -> bool:
     return tensor.op == "placeholder" or getattr(tensor.target, "overloadpacket", None) in _NEW
 
 
+def _drop_borders_without_effect(gm: fx.GraphModule) -> None:
+    """Blocks that switch autocast off where it is off (around rotary embeddings, or of a device that isn't there), and gradients on that are on.
+    At each border the graph would be cut, and patterns with it."""
+    inside, nodes = set(_inside_transforms(gm)), _inner(gm)
+    grad = not any(n.target in _INFERENCE for n in nodes) or None  # None: not known
+    on: Dict[str, bool] = {}  # autocast, by device
+    entered: Dict[fx.Node, Tuple[str, bool, bool]] = {}  # the device, whether autocast was on, and whether the block changes that
+    for node in nodes:
+        if node.target is torch._C._set_grad_enabled:
+            if node not in inside and grad is not None and grad == bool(node.args[0]):
+                gm.graph.erase_node(node)
+            grad = None if grad is None else bool(node.args[0])
+        elif node.target is _AUTOCAST[0]:
+            device, enabled = node.args[0], bool(node.args[2])
+            before = on.setdefault(device, torch.is_autocast_enabled(device))
+            entered[node] = (device, before, enabled or before or node in inside)
+            on[device] = enabled
+        elif node.target is _AUTOCAST[1]:
+            device, before, changes = entered.pop(node.args[0])
+            on[device] = before
+            if not changes and node not in inside:
+                enter = node.args[0]
+                gm.graph.erase_node(node)
+                gm.graph.erase_node(enter)
+    gm.recompile()
+
+
 def _stays(gm: fx.GraphModule) -> Optional[str]:
     """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told; of what is overwritten
     inside a transform of torch.func nobody knows whose memory it is."""
@@ -429,6 +456,7 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
     put_back_regions(gm)
+    _drop_borders_without_effect(gm)
     reason = _stays(gm)
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import tsmem  # noqa: F401  loads the operators
 from op_checks import DTYPES, assert_equal, channels_last, live_bytes
+from torch.utils import _pytree as pytree
 
 ops = torch.ops.tsmem
 BN = (None, None, True, 0.1, 1e-5, True)
@@ -1447,3 +1448,75 @@ def test_hooks_see_a_kept_result_once():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
         ops.tanh(x * 1.0, 1)
     assert seen.count(x.shape) == 1
+
+
+@pytest.mark.parametrize("split", ([16, 16, 8], [40], [1, 39], [4] * 10))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_of_columns_put_together(dtype, split):
+    """Each piece gives its columns of the weight's gradient: the input isn't there as a whole again."""
+    torch.manual_seed(0)
+    pieces = [torch.randn(4, 300, n).to(dtype).requires_grad_() for n in split]
+    w, b = torch.randn(24, 40).to(dtype).requires_grad_(), torch.randn(24).to(dtype).requires_grad_()
+
+    def run(r):
+        made = [ops.mul(p.sigmoid(), 1.5, r) for p in pieces]
+        out = ops.linear(ops.cat(made, -1, r), w, b)
+        return out, torch.autograd.grad(out.square().sum(), (w, b, *pieces))
+
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for got, want in zip(*(pytree.tree_leaves(run(r)) for r in (1, 0))):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max()))
+
+
+def test_a_layer_of_columns_second_derivatives():
+    torch.manual_seed(0)
+    a, b, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((64, 12), (64, 20), (8, 32)))
+
+    def second(r):
+        y = ops.linear(ops.cat([a.tanh(), b.tanh()], 1, r), w)
+        first = torch.autograd.grad(y.square().sum(), (a, b, w), create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (a, b, w))]
+
+    for got, want in zip(second(1), second(0)):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_of_columns_needs_little_memory():
+    """In backward: no piece is copied into a whole."""
+    a, b, w = (torch.randn(s, requires_grad=True) for s in ((4096, 128), (4096, 128), (8, 256)))
+
+    def peak(r):
+        out = ops.linear(ops.cat([a, b], 1, r), w)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+            torch.autograd.grad(out.sum(), w)
+        return max(e.cpu_memory_usage for e in profile.events())
+
+    assert peak(1) < 1.5 * 4096 * 8 * 4 < 4096 * 256 * 4
+
+
+def rotated(t, angles, part, r):
+    """Rotary embeddings of the first features of each head, as x-transformers and GPT-NeoX have them."""
+    turned, rest = t[..., :part], t[..., part:]
+    a, b = turned.chunk(2, -1)
+    turned = ops.add(ops.mul(turned, angles.cos(), r), ops.mul(ops.cat([ops.neg(b, r), a], -1, r), angles.sin(), r), 1, r)
+    return ops.cat([turned, rest], -1, r)
+
+
+@pytest.mark.parametrize("fused", (False, True))
+def test_partly_rotated_attention_keeps_no_more_than_pytorch(fused):
+    """Of a projection that nobody else keeps a part costs all of it."""
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 128, 64, dtype=torch.float64), torch.randn(128, 8, dtype=torch.float64)
+    weights = [torch.randn(64, 64, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def run(r):
+        if fused:
+            all_three = ops.linear(x, torch.cat(weights)).view(2, 128, 4, 48)
+            q, k, v = (t.transpose(1, 2) for t in all_three.chunk(3, -1))
+        else:
+            q, k, v = (ops.linear(x, w).view(2, 128, 4, 16).transpose(1, 2) for w in weights)
+        return ops.scaled_dot_product_attention(rotated(q, angles, 8, r), rotated(k, angles, 8, r), v, None, 0.0, True)
+
+    left = [bytes_left(lambda: [run(r)]) for r in (0, 1)]
+    assert left[1] <= left[0] - (2 * x.nbytes - 4 * angles.nbytes if fused else 0)
+    assert_equal(*(torch.autograd.grad(run(r).square().sum(), weights) for r in (0, 1)))
