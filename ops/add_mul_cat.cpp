@@ -42,8 +42,8 @@ struct Mul : Function<Mul> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
-    const Tensor none;
-    keeper.add_all({b.requires_grad() ? &a : &none, a.requires_grad() ? &b : &none});
+    keeper.add(b.requires_grad() ? a : Tensor());
+    keeper.add(a.requires_grad() ? b : Tensor());
     keeper.save(ctx);
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();

@@ -88,7 +88,7 @@ struct Attention : Function<Attention> {
                         const AttentionArgs& args, const std::shared_ptr<Again>& again, Tensor* kept) {
     ctx->set_materialize_grads(false);
     Keeper keeper;
-    keeper.add_all({&q, &k, &v});
+    for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(args.mask), true);
     Result made = flash(q, k, v, args);
     *kept = keeper.add_result(again ? Tensor() : made.out);

@@ -105,7 +105,7 @@ struct Blocks : Function<Blocks> {
       *bits = pack(noise, 1);
     }
     Keeper keeper;
-    keeper.add_all({&q, &k, &v});
+    for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(mask));
     keeper.add(*bits, /*always_itself=*/true);
     keeper.save(ctx);

@@ -140,9 +140,14 @@ Tensor make_again(const RecipePtr& recipe, const Tensor* leaves, const Visited& 
   return made;
 }
 
-// Whether as_strided gives t from the tensor that it is a view of: not as another type, negated or conjugated.
+// Whether as_strided gives t from `whole`: both are the same memory, and t not another type, negated or conjugated.
 static bool strided_view(const Tensor& t, const Tensor& whole) {
-  return t.scalar_type() == whole.scalar_type() && t.is_neg() == whole.is_neg() && t.is_conj() == whole.is_conj();
+  const auto plain_memory = [](const Tensor& x) {
+    return x.layout() == at::kStrided && !x.is_nested() && x.has_storage() &&
+           !x.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  };
+  return plain_memory(t) && plain_memory(whole) && t.is_alias_of(whole) && t.scalar_type() == whole.scalar_type() &&
+         t.is_neg() == whole.is_neg() && t.is_conj() == whole.is_conj();
 }
 
 // t, from `whole`, of which it is a view.
@@ -163,17 +168,21 @@ static RecipePtr view_of(Source whole_source, const Tensor& t, const Tensor& who
   return view;
 }
 
-Source source_of(const Tensor& t, const Tensor& whole, bool keeps) {
-  if (!whole.is_same(t) && !strided_view(t, whole)) return source_of(t, t, keeps);
+Source source_of(const Tensor& t, bool keeps) {
+  const Tensor whole = owner(t);
   const auto known = known_of(whole);
-  const auto result = known && known->result ? known->result->lock() : nullptr;
+  Tensor from = known && known->result ? Tensor(known->result->lock()) : Tensor();
+  const bool is_result = from.defined() && strided_view(t, from);
+  // A leaf's memory may be exchanged while its parts stay: FSDP gives its parameter the shard's.
+  if (!is_result) from = t.is_view() && !whole.is_leaf() && strided_view(t, whole) ? whole : t;
   Source source;
-  source.kept = keeps || result;
-  source.tensor.emplace(result ? result : whole.getIntrusivePtr());
+  source.tensor.emplace(from.getIntrusivePtr());
   source.version = t._version();
-  // A part of a leaf (a buffer, the caller's input) counts for itself: the rest is there in any case.
-  source.bytes = bytes_of(whole.is_leaf() ? t : whole);
-  return whole.is_same(t) ? source : Source{view_of(std::move(source), t, whole), std::nullopt};
+  source.bytes = bytes_of(from);
+  source.kept = keeps || is_result;
+  const bool is_t = from.is_same(t) || (from.sizes() == t.sizes() && from.strides() == t.strides() &&
+                                        from.storage_offset() == t.storage_offset());
+  return is_t ? source : Source{view_of(std::move(source), t, from), std::nullopt};
 }
 
 RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {

@@ -72,9 +72,9 @@ at::Tensor make_again(const RecipePtr& recipe, const at::Tensor* leaves, const V
 std::vector<at::Tensor> operands_again(const Recipe& recipe, const at::Tensor* leaves, const Visited& first,
                                        int64_t user, int level);
 
-// t, from `whole`: t or what it is a view of. As long as that is kept, and not only while the tensor is there: what its
-// own op keeps of its result is the same. keeps: the op that the recipe is of keeps it.
-Source source_of(const at::Tensor& t, const at::Tensor& whole, bool keeps);
+// t, from what is there as long as somebody keeps it, and not only while t is: the whole of a view, or what the op that
+// made it keeps of its result. keeps: the op that the recipe is of keeps t.
+Source source_of(const at::Tensor& t, bool keeps);
 
 // The recipe of t, where it has one that holds and is worth it, and its leaves in the order of place().
 RecipePtr usable_recipe(const at::Tensor& t, std::vector<at::Tensor>& leaves);

@@ -99,10 +99,9 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
         recipe->layers += s.recipe->layers;
         recipe->expensive_depth = std::max(recipe->expensive_depth, s.recipe->expensive_depth + recipe->expensive);
       } else {
-        const bool small = !kept && kSmaller * bytes_of(t) <= bytes_of(output);
-        s = source_of(t, small ? t : owner(t), keeps);
-        let_go(small ? t : owner(t));  // a weak pointer would keep its sources, from which it won't be recomputed
-        if (small || (pieces == Pieces::yes && !kept)) held.push_back(t);
+        s = source_of(t, keeps);
+        let_go(owner(t));  // a weak pointer would keep its sources, from which it won't be recomputed
+        if (!kept && (pieces == Pieces::yes || kSmaller * bytes_of(t) <= bytes_of(output))) held.push_back(t);
       }
     }
     recipe->sources.push_back(std::move(s));

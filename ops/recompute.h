@@ -125,9 +125,6 @@ class Keeper {
  public:
   // Keeps t, or what it is made from; undefined: nothing. `always_itself`: never recomputed (masks, statistics).
   void add(const at::Tensor& t, bool always_itself = false);
-  // add() of each, in order. What nothing makes again counts as kept before others are asked what they are made from:
-  // parts of one tensor, of which only some are read as they are.
-  void add_all(std::initializer_list<const at::Tensor*> tensors);
   // Keeps the node's own result. Returns what recipes start from in its place, which is there as long as the node keeps
   // it: the tensor itself may go before. Undefined where hooks see what is kept.
   at::Tensor add_result(const at::Tensor& result);

@@ -63,15 +63,6 @@ void Keeper::add(const Tensor& t, bool always_itself) {
   graph_.emplace_back();
 }
 
-void Keeper::add_all(std::initializer_list<const Tensor*> tensors) {
-  if (!hooks_active())
-    for (const Tensor* t : tensors) {
-      std::vector<Tensor> leaves;
-      if (t->defined() && !kept_anyway(*t) && !usable_recipe(*t, leaves)) mark_kept(*t);
-    }
-  for (const Tensor* t : tensors) add(*t);
-}
-
 Tensor Keeper::add_result(const Tensor& result) {
   add(result, /*always_itself=*/true);
   // The same memory and counter of changes; no place in the graph, in which the node would hold itself.
