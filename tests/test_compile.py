@@ -410,7 +410,7 @@ def test_blocks_that_switch_off_what_is_on_stay():
     class Inner(SwitchedOff):
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
-                y = super().forward(self.end(self.conv(x)))
+                y = super().forward(self.end(self.conv(x)).float())
                 with torch.autocast("cpu", enabled=False):
                     return y + self.end(self.conv(x))
 
@@ -1235,6 +1235,18 @@ dist.destroy_process_group()
 """
 
 
+# Its units are parts of one flat parameter, whose memory is the shard's between a unit's forward and its own backward.
+FLAT_FSDP = (
+    FSDP.replace("from torch.distributed.fsdp import fully_shard", "from torch.distributed.fsdp import FullyShardedDataParallel")
+    .replace("nn.Linear(32, 32), nn.Identity()))", "nn.LayerNorm(32), nn.LayerNorm(32)))")
+    .replace("self.a, self.norm, self.b, self.last = nn.Linear(32, 256), nn.LayerNorm(256), nn.Linear(256, 32), last", "self.last, self.a, self.norm, self.b = last, nn.Linear(32, 256), nn.LayerNorm(256), nn.Linear(256, 32)")
+    .replace("for block in model.blocks:\n        if compiled", "wrap = lambda m: FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device('cpu'), backward_prefetch=None)\n    for i, block in enumerate(model.blocks):\n        if compiled")
+    .replace("fully_shard(block, mesh=mesh)", "model.blocks[i] = wrap(block)")
+    .replace("fully_shard(model, mesh=mesh)", "model = wrap(model)")
+    .replace("p.grad.full_tensor()", "torch.zeros(0) if p.grad is None else p.grad")
+)
+
+
 TENSOR_PARALLEL = """
 import os, sys, copy, logging, torch, torch.nn as nn, torch.distributed as dist, tsmem
 from torch.distributed.device_mesh import init_device_mesh
@@ -1264,7 +1276,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("program", [DDP, FSDP, TENSOR_PARALLEL], ids=["DistributedDataParallel", "fully_shard", "DTensor"])
+@pytest.mark.parametrize("program", [DDP, FSDP, FLAT_FSDP, TENSOR_PARALLEL], ids=["DistributedDataParallel", "fully_shard", "FullyShardedDataParallel", "DTensor"])
 def test_two_processes(program):
     import socket
 

@@ -1342,7 +1342,7 @@ def kept_by_their_own_op():
 
 
 ONES = torch.ones(64, dtype=torch.float64)
-VIEWS = {"as it is": lambda t: t, "transposed": lambda t: t.transpose(2, 3), "a part": lambda t: t[:, 1:]}
+READ_AS = {"as it is": lambda t: t, "transposed": lambda t: t.transpose(2, 3), "a part": lambda t: t[:, 1:]}
 
 
 def sum_of_a_kept_result(make, view, again):
@@ -1364,13 +1364,13 @@ class Once(torch.autograd.Function):
         return grad / 8
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", READ_AS)
 @pytest.mark.parametrize("name", kept_by_their_own_op())
 def test_made_from_a_result_that_its_own_op_keeps(name, view):
     make = kept_by_their_own_op()[name]
-    left = [bytes_left(lambda: sum_of_a_kept_result(make, VIEWS[view], r)) for r in (0, 1)]
+    left = [bytes_left(lambda: sum_of_a_kept_result(make, READ_AS[view], r)) for r in (0, 1)]
     assert left[0] - left[1] == (1.5 if view == "a part" else 2) * 64 * 64 * 4 * 8
-    outs = [sum_of_a_kept_result(make, VIEWS[view], r) for r in (0, 1)]
+    outs = [sum_of_a_kept_result(make, READ_AS[view], r) for r in (0, 1)]
     assert_equal(*(torch.autograd.grad(y.square().sum(), (x, w)) for y, x, w in outs))
 
 
@@ -1379,7 +1379,7 @@ def test_second_derivatives_through_a_result_that_its_own_op_keeps(name):
     make = kept_by_their_own_op()[name]
 
     def second(r):
-        y, x, w = sum_of_a_kept_result(make, VIEWS["transposed"], r)
+        y, x, w = sum_of_a_kept_result(make, READ_AS["transposed"], r)
         first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
         return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))]
 
@@ -1392,12 +1392,12 @@ def test_a_result_that_its_own_op_keeps_is_not_kept_longer(name):
     make = kept_by_their_own_op()[name]
 
     def passed():
-        y, x, w = sum_of_a_kept_result(make, VIEWS["transposed"], 1)
+        y, x, w = sum_of_a_kept_result(make, READ_AS["transposed"], 1)
         torch.autograd.grad(y.sum(), (x, w))
         return y.detach()
 
     def dropped():
-        return sum_of_a_kept_result(make, VIEWS["transposed"], 1)[0].detach()
+        return sum_of_a_kept_result(make, READ_AS["transposed"], 1)[0].detach()
 
     def detached():
         y = make(Once.apply(torch.randn(2, 4, 64, 64, dtype=torch.float64, requires_grad=True)))
