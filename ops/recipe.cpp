@@ -14,6 +14,8 @@ using at::Tensor;
 constexpr int kLongestChain = 8;
 // Expensive ones are made once each, but every user holds all that a chain starts from.
 constexpr int kLongestExpensiveChain = 100;
+// A view of less than one in so many of a tensor's bytes is a source itself.
+constexpr size_t kPart = 4;
 // Nodes between two users of a shared value: within a block of layers or two. Held any longer, it would be there at the
 // peak (a skip connection across a whole network).
 constexpr int64_t kNear = 16;
@@ -173,8 +175,10 @@ Source source_of(const Tensor& t, bool keeps) {
   const auto known = known_of(whole);
   Tensor from = known && known->result ? Tensor(known->result->lock()) : Tensor();
   const bool is_result = from.defined() && strided_view(t, from);
-  // A leaf's memory may be exchanged while its parts stay: FSDP gives its parameter the shard's.
-  if (!is_result) from = t.is_view() && !whole.is_leaf() && strided_view(t, whole) ? whole : t;
+  // A leaf's memory may be exchanged while its parts stay: FSDP gives its parameter the shard's. And of a small part
+  // the whole might be kept, by who counts as its keeper and has gone, for little.
+  const bool takes_whole = !is_result && t.is_view() && !whole.is_leaf() && kPart * bytes_of(t) >= bytes_of(whole);
+  if (!is_result) from = takes_whole && strided_view(t, whole) ? whole : t;
   Source source;
   source.tensor.emplace(from.getIntrusivePtr());
   source.version = t._version();

@@ -1485,6 +1485,20 @@ def test_parts_of_what_has_no_strides(kind):
     assert_equal(run(lambda t: ops.add(t, 1.0, 1, 1), ops.linear), run(lambda t: t + 1.0, torch.nn.functional.linear))
 
 
+def test_a_small_part_is_no_reason_to_keep_the_whole():
+    """Who kept the whole may have gone; what is made from a small part of it is kept itself then."""
+    torch.manual_seed(0)
+    x, u, w = torch.randn(64, 512), torch.randn(512, 512, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+
+    def run(r):
+        y = ops.linear(x, u)
+        dropped = ops.linear(y, u)
+        del dropped
+        return ops.linear(ops.add(y[:, :16], 1.0, 1, r), w)
+
+    assert bytes_left(lambda: [run(1)]) == bytes_left(lambda: [run(0)])
+
+
 def test_hooks_see_a_kept_result_once():
     seen = []
     x = torch.randn(64, 64, requires_grad=True)
