@@ -98,7 +98,8 @@ Tensor cat(at::TensorList tensors, int64_t dim, int64_t recompute) {
   }
   if (!ours || !grad) return at::cat(tensors, dim);
   const Tensor out = at::cat(tensors, dim);
-  const bool by_columns = out.dim() > 1 && at::maybe_wrap_dim(dim, out.dim()) == out.dim() - 1;
+  // Of more pieces a user by pieces would read its other operand too often.
+  const bool by_columns = tensors.size() <= 4 && out.dim() > 1 && at::maybe_wrap_dim(dim, out.dim()) == out.dim() - 1;
   offer(
       out, tensors.vec(), [dim](std::vector<Tensor>& from, const std::vector<bool>&) { return at::cat(from, dim); },
       recompute, Pieces::yes, {}, Rows::all, by_columns ? Form::columns : Form::any);

@@ -26,23 +26,19 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}); }
-
 // The weight's gradient where the kept input is columns that are put together: each piece gives some of its columns, so
 // that the whole input is never there. Undefined where it is no such input, or is held.
 Tensor weight_gradient_by_columns(const SavedTensors& kept, const Tensor& grad) {
+  if (!plain(grad)) return {};
   const std::vector<Tensor> pieces = kept.operands_of(0, Form::columns);
   if (pieces.empty()) return {};
   int64_t columns = 0;
   for (const Tensor& p : pieces) columns += p.size(-1);
-  // Each product reads all of `grad`, and putting together copies the input once.
-  if (static_cast<int64_t>(pieces.size() - 1) * grad.size(1) > 2 * columns)
-    return grad.t().mm(as_rows(at::cat(pieces, -1)));
   Tensor made = at::empty({grad.size(1), columns}, grad.options());
   int64_t first = 0;
   for (const Tensor& p : pieces) {
     Tensor some = made.narrow(1, first, p.size(-1));
-    at::mm_out(some, grad.t(), as_rows(p));
+    at::mm_out(some, grad.t(), p.reshape({grad.size(0), p.size(-1)}));
     first += p.size(-1);
   }
   return made;
@@ -56,6 +52,7 @@ struct Linear : Function<Linear> {
     keeper.add(input.requires_grad() ? weight : Tensor());
     keeper.save(ctx);
     ctx->saved_data["bias"] = bias.has_value();
+    ctx->saved_data["narrows"] = weight.size(0) <= weight.size(1);
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
     return linear_of_rows(input, weight, bias);
   }
@@ -65,8 +62,8 @@ struct Linear : Function<Linear> {
     if (!grad.defined()) return variable_list(3);
     const SavedTensors kept(ctx);
     std::vector<Tensor> g(3);
-    const Tensor rows = as_rows(grad);
-    if (ctx->needs_input_grad(1)) g[1] = weight_gradient_by_columns(kept, rows);
+    const Tensor rows = grad.reshape({-1, grad.size(-1)});
+    if (ctx->needs_input_grad(1) && ctx->saved_data["narrows"].toBool()) g[1] = weight_gradient_by_columns(kept, rows);
     if (ctx->needs_input_grad(1) && !g[1].defined())
       kept.by_rows(0, [&](int64_t first, const Tensor& input) {
         const Tensor some = rows.narrow(0, first, input.size(0)).t();

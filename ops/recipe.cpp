@@ -25,9 +25,13 @@ std::optional<c10::Stream> stream_of(const Tensor& t) {
   return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
-// Whether its memory was given back while the tensor stays, as that of the parameters of a module is that FSDP shards:
-// it is there again for that module's own backward alone.
-static bool is_emptied(const Tensor& t) { return t.has_storage() && t.numel() > 0 && t.storage().nbytes() == 0; }
+static const void* memory_of(const Tensor& t) { return t.has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr; }
+
+// Whether its memory was given back or exchanged while the tensor stays, as that of the parameters of a module is that
+// FSDP shards: it is there again for that module's own backward alone.
+static bool has_other_memory(const Tensor& t, const Source& noted) {
+  return memory_of(t) != noted.memory || (t.has_storage() && t.numel() > 0 && t.storage().nbytes() == 0);
+}
 
 // The leaves of a recipe in the order of place(), what they take where nobody else keeps them, and of these those that
 // are kept in any case; false where one has gone or was changed.
@@ -43,7 +47,7 @@ static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::vect
       auto impl = s.tensor->lock();
       if (!impl) return false;
       Tensor t(std::move(impl));
-      if (t.is_inference() || t._version() != s.version || is_emptied(t)) return false;
+      if (t.is_inference() || t._version() != s.version || has_other_memory(t, s)) return false;
       if (s.kept) kept.insert(t.unsafeGetTensorImpl());
       leaves.push_back(std::move(t));
     }
@@ -182,6 +186,7 @@ Source source_of(const Tensor& t, bool keeps) {
   Source source;
   source.tensor.emplace(from.getIntrusivePtr());
   source.version = t._version();
+  source.memory = memory_of(from);
   source.bytes = bytes_of(from);
   source.kept = keeps || is_result;
   const bool is_t = from.is_same(t) || (from.sizes() == t.sizes() && from.strides() == t.strides() &&

@@ -427,6 +427,48 @@ def test_blocks_that_switch_off_what_is_on_stay():
                 torch.testing.assert_close(function(SMALL), model(SMALL), rtol=2e-2, atol=2e-2)
 
 
+def dtype_inside(x, a, b):
+    """The block inside takes its dtype from the one around it."""
+    with torch.autocast("cpu", dtype=torch.float16, enabled=False):
+        with torch.autocast("cpu"):
+            return F.linear(x, a)
+
+
+def switched_on_inside(x, a, b):
+    with torch.autocast("cpu", enabled=False):
+        torch.set_autocast_enabled("cpu", True)
+        y = F.linear(x, a)
+    return F.linear(y.float(), b)
+
+
+def switched_on_before(x, a, b):
+    torch.set_autocast_enabled("cpu", True)
+    y = F.linear(x, b)
+    with torch.autocast("cpu", enabled=False):
+        z = F.linear(x, b)
+    torch.set_autocast_enabled("cpu", False)
+    return y.float() + z
+
+
+def dtype_set_inside(x, a, b):
+    with torch.autocast("cpu", enabled=False):
+        torch.set_autocast_dtype("cpu", torch.float16)
+        y = F.linear(x, a)
+    with torch.autocast("cpu"):
+        return F.linear(y, b)
+
+
+@pytest.mark.parametrize("f", (dtype_inside, switched_on_inside, switched_on_before, dtype_set_inside), ids=lambda f: f.__name__)
+def test_what_autocast_sets_beside_on_and_off(f):
+    x, a, b = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    results = []
+    for g in (f, torch.compile(f, backend="tsmem")):
+        y = g(x, a, b)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (a, b), allow_unused=True)))
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, torch.bfloat16)
+    torch.testing.assert_close(*results)
+
+
 def test_gradients_that_are_off_stay_off():
     """A block that switches them on inside of one that switches them off is none that changes nothing."""
 

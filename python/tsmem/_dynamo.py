@@ -99,27 +99,29 @@ def _is_new(tensor: fx.Node) -> bool:
 
 
 def _drop_borders_without_effect(gm: fx.GraphModule) -> None:
-    """Blocks that switch autocast off where it is off (around rotary embeddings, or of a device that isn't there), and gradients on that are on.
-    At each border the graph would be cut, and patterns with it."""
+    """Blocks that set what is set: autocast switched off where it is off (around rotary embeddings, or of a device that isn't there), gradients on
+    where they are on. At each border the graph would be cut, and patterns with it."""
     inside, nodes = set(_inside_transforms(gm)), _inner(gm)
-    grad = not any(n.target in _INFERENCE for n in nodes) or None  # None: not known
-    on: Dict[str, bool] = {}  # autocast, by device
-    entered: Dict[fx.Node, Tuple[str, bool, bool]] = {}  # the device, whether autocast was on, and whether the block changes that
+    if not any(n.target in _INFERENCE for n in nodes):
+        grad = True
+        for node in nodes:
+            if node.target is torch._C._set_grad_enabled:
+                if node not in inside and grad == bool(node.args[0]):
+                    gm.graph.erase_node(node)
+                grad = bool(node.args[0])
+    sets_otherwise = any(n.op == "call_function" and "set_autocast" in getattr(n.target, "__name__", "") for n in nodes)
+    now: Dict[str, Tuple[bool, torch.dtype]] = {}  # whether autocast is on, by device, and the dtype that it casts to
+    entered: Dict[fx.Node, Tuple[Tuple[bool, torch.dtype], bool]] = {}  # what was set before a block, and whether it sets something else
     for node in nodes:
-        if node.target is torch._C._set_grad_enabled:
-            if node not in inside and grad is not None and grad == bool(node.args[0]):
-                gm.graph.erase_node(node)
-            grad = None if grad is None else bool(node.args[0])
-        elif node.target is _AUTOCAST[0]:
-            device, enabled = node.args[0], bool(node.args[2])
-            before = on.setdefault(device, torch.is_autocast_enabled(device))
-            entered[node] = (device, before, enabled or before or node in inside)
-            on[device] = enabled
+        if node.target is _AUTOCAST[0]:
+            device, dtype, enabled, keeps_casts = node.args
+            before = now.setdefault(device, (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+            now[device] = (bool(enabled), dtype or before[1])
+            entered[node] = (before, now[device] != before or keeps_casts is not None or node in inside or sets_otherwise)
         elif node.target is _AUTOCAST[1]:
-            device, before, changes = entered.pop(node.args[0])
-            on[device] = before
-            if not changes and node not in inside:
-                enter = node.args[0]
+            enter = node.args[0]
+            now[enter.args[0]], sets = entered.pop(enter)
+            if not sets and node not in inside:
                 gm.graph.erase_node(node)
                 gm.graph.erase_node(enter)
     gm.recompile()

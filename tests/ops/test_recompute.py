@@ -1453,6 +1453,23 @@ def test_a_kept_result_that_has_other_memory_or_strides(how, when):
     assert_equal(run(lambda t: ops.tanh(t * 1, 1), lambda t: ops.add(t, 1.0, 1, 1), ops.linear), run(lambda t: (t * 1).tanh(), lambda t: t + 1.0, torch.nn.functional.linear))
 
 
+def test_a_whole_whose_data_is_exchanged_before_its_part_is_used():
+    torch.manual_seed(0)
+    x, v, w = torch.randn(80, 64, dtype=torch.float64), *(torch.randn(8, 64, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def run(sum_, linear):
+        y = x.clone().requires_grad_() * 1.5
+        kept = linear(y, v)
+        part = y[8:72]
+        z = sum_(part)
+        y.data = torch.full((80, 64), 0.25, dtype=y.dtype)
+        out = linear(z, w)
+        del kept
+        return torch.autograd.grad(out.square().sum(), w)
+
+    assert_equal(run(lambda t: ops.add(t, 1.0, 1, 1), ops.linear), run(lambda t: t + 1.0, torch.nn.functional.linear))
+
+
 @pytest.mark.parametrize("how", ("data", "emptied", "set"))
 def test_a_part_of_a_parameter_whose_memory_is_exchanged(how):
     """As FSDP exchanges a flat parameter's, between a forward and its backward."""
@@ -1507,7 +1524,7 @@ def test_hooks_see_a_kept_result_once():
     assert seen.count(x.shape) == 1
 
 
-@pytest.mark.parametrize("split", ([16, 16, 8], [40], [1, 39], [4] * 10))
+@pytest.mark.parametrize("split", ([16, 16, 8], [40], [1, 39], [0, 12, 28], [4] * 10))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_of_columns_put_together(dtype, split):
     """Each piece gives its columns of the weight's gradient: the input isn't there as a whole again."""
@@ -1536,6 +1553,19 @@ def test_a_layer_of_columns_second_derivatives():
 
     for got, want in zip(second(1), second(0)):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_of_columns_in_forward_mode():
+    """A gradient with a tangent, as torch.func.jvp over torch.autograd.grad gives it."""
+    torch.manual_seed(0)
+    a, b, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((64, 12), (64, 20), (8, 32)))
+    grad, tangent = torch.randn(64, 8, dtype=torch.float64), torch.randn(64, 8, dtype=torch.float64)
+
+    def both(r):
+        y = ops.linear(ops.cat([a.tanh(), b.tanh()], 1, r), w)
+        return torch.func.jvp(lambda g: torch.autograd.grad(y, w, g, retain_graph=True)[0], (grad,), (tangent,))
+
+    assert_equal(both(1), both(0))
 
 
 def test_a_layer_of_columns_needs_little_memory():
