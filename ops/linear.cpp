@@ -52,7 +52,6 @@ struct Linear : Function<Linear> {
     keeper.add(input.requires_grad() ? weight : Tensor());
     keeper.save(ctx);
     ctx->saved_data["bias"] = bias.has_value();
-    ctx->saved_data["narrows"] = weight.size(0) <= weight.size(1);
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
     return linear_of_rows(input, weight, bias);
   }
@@ -63,7 +62,7 @@ struct Linear : Function<Linear> {
     const SavedTensors kept(ctx);
     std::vector<Tensor> g(3);
     const Tensor rows = grad.reshape({-1, grad.size(-1)});
-    if (ctx->needs_input_grad(1) && ctx->saved_data["narrows"].toBool()) g[1] = weight_gradient_by_columns(kept, rows);
+    if (ctx->needs_input_grad(1)) g[1] = weight_gradient_by_columns(kept, rows);
     if (ctx->needs_input_grad(1) && !g[1].defined())
       kept.by_rows(0, [&](int64_t first, const Tensor& input) {
         const Tensor some = rows.narrow(0, first, input.size(0)).t();
