@@ -33,14 +33,13 @@ static bool has_other_memory(const Tensor& t, const Source& noted) {
   return memory_of(t) != noted.memory || (t.has_storage() && t.numel() > 0 && t.storage().nbytes() == 0);
 }
 
-// The leaves of a recipe in the order of place(), what they take where nobody else keeps them, and of these those that
-// are kept in any case; false where one has gone or was changed.
-static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::vector<size_t>& bytes,
-                    std::unordered_set<const c10::TensorImpl*>& kept, Visited& visited) {
+// The leaves of a recipe in the order of place(), and of these those that are kept in any case; false where one has
+// gone or was changed.
+static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::unordered_set<const c10::TensorImpl*>& kept,
+                    Visited& visited) {
   if (!visited.emplace(&recipe, 0).second) return true;
   for (const Source& s : recipe.sources) {
     if (s.recipe) continue;
-    bytes.push_back(s.bytes);
     if (!s.tensor) {
       leaves.emplace_back();
     } else {
@@ -53,7 +52,7 @@ static bool collect(const Recipe& recipe, std::vector<Tensor>& leaves, std::vect
     }
   }
   for (const Source& s : recipe.sources)
-    if (s.recipe && !collect(*s.recipe, leaves, bytes, kept, visited)) return false;
+    if (s.recipe && !collect(*s.recipe, leaves, kept, visited)) return false;
   return true;
 }
 
@@ -187,7 +186,6 @@ Source source_of(const Tensor& t, bool keeps) {
   source.tensor.emplace(from.getIntrusivePtr());
   source.version = t._version();
   source.memory = memory_of(from);
-  source.bytes = bytes_of(from);
   source.kept = keeps || is_result;
   const bool is_t = from.is_same(t) || (from.sizes() == t.sizes() && from.strides() == t.strides() &&
                                         from.storage_offset() == t.storage_offset());
@@ -205,12 +203,10 @@ RecipePtr usable_recipe(const Tensor& t, std::vector<Tensor>& leaves) {
   if (known->recipe->stream != stream_of(whole)) return nullptr;
   Visited visited;
   std::unordered_set<const c10::TensorImpl*> counted;
-  std::vector<size_t> bytes;
-  if (!collect(*known->recipe, leaves, bytes, counted, visited)) return nullptr;
+  if (!collect(*known->recipe, leaves, counted, visited)) return nullptr;
   size_t cost = 0;
-  for (size_t i = 0; i < leaves.size(); ++i)
-    if (leaves[i].defined() && counted.insert(leaves[i].unsafeGetTensorImpl()).second && !kept_anyway(leaves[i]))
-      cost += bytes[i];
+  for (const Tensor& l : leaves)
+    if (l.defined() && counted.insert(l.unsafeGetTensorImpl()).second && !kept_anyway(l)) cost += bytes_of(l);
   const size_t gain = bytes_of(whole);
   const bool worth = known->recipe->pieces == Pieces::yes ? cost <= gain : cost + gain / 4 <= gain;
   if (!worth) return nullptr;

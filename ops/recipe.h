@@ -16,7 +16,6 @@ struct Source {
   std::optional<WeakTensor> tensor;  // none: undefined
   uint32_t version = 0;
   const void* memory = nullptr;  // the storage that it had, or none
-  size_t bytes = 0;              // what keeping it takes where nobody else does
   bool kept = false;             // the op that made it, or the one that the recipe is of, keeps it for its own backward
 };
 
