@@ -1287,6 +1287,7 @@ FLAT_FSDP = (
     .replace("fully_shard(model, mesh=mesh)", "model = wrap(model)")
     .replace("p.grad.full_tensor()", "torch.zeros(0) if p.grad is None else p.grad")
 )
+assert all(gone not in FLAT_FSDP for gone in ("fully_shard", "nn.Identity", "full_tensor")), "a replacement found nothing"
 
 
 TENSOR_PARALLEL = """

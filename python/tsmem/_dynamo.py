@@ -98,17 +98,22 @@ def _is_new(tensor: fx.Node) -> bool:
     return tensor.op == "placeholder" or getattr(tensor.target, "overloadpacket", None) in _NEW
 
 
-def _drop_borders_without_effect(gm: fx.GraphModule) -> None:
-    """Blocks that set what is set: autocast switched off where it is off (around rotary embeddings, or of a device that isn't there), gradients on
-    where they are on. At each border the graph would be cut, and patterns with it."""
+def _drop_grad_that_sets_nothing(gm: fx.GraphModule) -> None:
+    """What switches gradients on where they are on, or off where they are off: at each such border the graph would be cut, and patterns with it."""
     inside, nodes = set(_inside_transforms(gm)), _inner(gm)
-    if not any(n.target in _INFERENCE for n in nodes):
-        grad = True
-        for node in nodes:
-            if node.target is torch._C._set_grad_enabled:
-                if node not in inside and grad == bool(node.args[0]):
-                    gm.graph.erase_node(node)
-                grad = bool(node.args[0])
+    if any(n.target in _INFERENCE for n in nodes):
+        return
+    grad = True
+    for node in nodes:
+        if node.target is torch._C._set_grad_enabled:
+            if node not in inside and grad == bool(node.args[0]):
+                gm.graph.erase_node(node)
+            grad = bool(node.args[0])
+
+
+def _drop_autocast_that_sets_nothing(gm: fx.GraphModule) -> None:
+    """The same of blocks that set what is set: off where it is off, around rotary embeddings, or of a device that isn't there."""
+    inside, nodes = set(_inside_transforms(gm)), _inner(gm)
     sets_otherwise = any(n.op == "call_function" and "set_autocast" in getattr(n.target, "__name__", "") for n in nodes)
     now: Dict[str, Tuple[bool, torch.dtype]] = {}  # whether autocast is on, by device, and the dtype that it casts to
     entered: Dict[fx.Node, Tuple[Tuple[bool, torch.dtype], bool]] = {}  # what was set before a block, and whether it sets something else
@@ -124,7 +129,6 @@ def _drop_borders_without_effect(gm: fx.GraphModule) -> None:
             if not sets and node not in inside:
                 gm.graph.erase_node(node)
                 gm.graph.erase_node(enter)
-    gm.recompile()
 
 
 def _stays(gm: fx.GraphModule) -> Optional[str]:
@@ -458,7 +462,9 @@ def compile_graph(gm: fx.GraphModule, examples: List[Any], **kwargs: Any) -> Cal
     if not torch.is_grad_enabled():
         return gm.forward  # nothing is saved
     put_back_regions(gm)
-    _drop_borders_without_effect(gm)
+    _drop_grad_that_sets_nothing(gm)
+    _drop_autocast_that_sets_nothing(gm)
+    gm.recompile()
     reason = _stays(gm)
     casts_stay = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or any(n.target in _AUTOCAST for n in gm.graph.nodes)
     inputs = {n.name: _Input(n, e) for n, e in zip((n for n in gm.graph.nodes if n.op == "placeholder"), examples)}
