@@ -213,6 +213,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     for (const Tensor& t : {input, weight, b}) keeper.add(all ? t : Tensor());
     for (const Tensor& t : {target, value_or_undefined(class_weight)})
       keeper.add(all ? t : Tensor(), /*always_itself=*/true);
+    keeper.add(ignored, /*always_itself=*/true);
     keeper.save(ctx);
     auto& data = ctx->saved_data;
     data["dtype"] = weight.scalar_type();
@@ -244,12 +245,19 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       const auto dtype = ctx->saved_data["dtype"].toScalarType(), wide = acc_type(dtype);
       Tensor factor = grad.to(wide);
       if (const Tensor total = kept[3]; total.defined()) factor = factor.div(total);
+      // Rows that are ignored have zeros for a gradient, whatever the loss has: it may be infinite, or no number.
+      const Tensor ignored = kept[9];
+      factor = factor.masked_fill(ignored.all(), 0);
       const bool last = last_reader();
       for (size_t i = 0; i < 3; ++i) {
         const Tensor g = kept[i];
         if (!g.defined() || !ctx->needs_input_grad(i)) continue;
         const bool ours = last || g.scalar_type() != wide;  // nobody needs what to(wide) gives again
         result[i] = (ours ? g.to(wide).mul_(factor) : g.mul(factor)).to(dtype);
+        if (i > 0) continue;
+        auto rows = g.sizes().vec();
+        rows.back() = 1;
+        result[0].masked_fill_(ignored.view(rows), 0);
       }
     }
     // x and the weight, on which they depend, are not there: something stands for each that has its place in the graph.

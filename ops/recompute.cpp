@@ -90,7 +90,9 @@ void offer(const Tensor& output, const std::vector<Tensor>& operands, Make make,
       if (t.is_inference()) return;
       std::vector<Tensor> leaves;
       const bool keeps = recipe->layer && recipe->sources.size() < kFactors && t.is_leaf();
-      const bool kept = keeps || kept_anyway(t), little = kMuchSmaller * bytes_of(t) <= bytes_of(output);
+      // Many little pieces are as much as what they make.
+      const size_t alike = pieces == Pieces::yes ? operands.size() : 1;
+      const bool kept = keeps || kept_anyway(t), little = kMuchSmaller * alike * bytes_of(t) <= bytes_of(output);
       if (!kept && !little) s.recipe = usable_recipe(t, leaves);
       if (s.recipe) {
         for (const Tensor& l : leaves)

@@ -52,6 +52,7 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_offload(m);
   register_prelu(m);
   register_prelu_cpu(m);
+  register_recipe_of(m);
   register_rrelu(m);
   register_rms_norm(m);
   register_rnn(m);

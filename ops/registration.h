@@ -47,6 +47,7 @@ void register_offload(torch::Library& m);
 void register_prelu(torch::Library& m);
 void register_prelu_cpu(torch::Library& m);
 void register_rrelu(torch::Library& m);
+void register_recipe_of(torch::Library& m);
 void register_rms_norm(torch::Library& m);
 void register_rnn(torch::Library& m);
 void register_rnn_cpu(torch::Library& m);

@@ -21,6 +21,7 @@ from ._borders import AUTOCAST, drop_autocast_that_sets_nothing, drop_grad_that_
 from ._error import Error
 from ._graph import build, describe
 from ._inputs import Input, module_of, sharing_of, state_of
+from ._others import keep_recipes_for_operators
 from ._parts import parts
 from ._refusals import why_it_stays
 from ._regions import put_back_regions
@@ -83,7 +84,9 @@ class _Rewritten(torch.nn.Module):
         self.fell_short = bool(without) and not self.is_part
         new = made.pop("graph_module")
         new["original"] = description["graph"]
-        return build(new, self.aten).forward
+        graph = build(new, self.aten)
+        keep_recipes_for_operators(graph)
+        return graph.forward
 
     def forward(self, *values: Any) -> Any:
         sharing = sharing_of(values, self.state_at)

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ._borders import INFERENCE, inner, inside_transforms, is_plain, run_checkpoint
+from ._others import keep_recipes_for_functions
 from ._writes import Writes, memory
 
 
@@ -42,6 +43,7 @@ def parts(gm: fx.GraphModule) -> List[Tuple[Optional[str], fx.GraphModule]]:
     for node in inner(gm):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             node.target = run_checkpoint
+    keep_recipes_for_functions(gm)
     for node in gm.graph.nodes:
         node.meta.setdefault("val", node.meta.get("example_value"))
     runs = _runs(gm)

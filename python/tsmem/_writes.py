@@ -37,17 +37,27 @@ def is_in_place(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace"))
 
 
-def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node overwrites, by its name: it is Python's as yet, and has no schema."""
+def _schemas(target: Any) -> List[Any]:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload)._schema for overload in target.overloads()]
+    return [target._schema] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def overwritten(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node overwrites: by the schema of an operator (a custom one may have any name), and by the names of Python's functions."""
     if is_in_place(node):
         yield from _nodes(node.args[:1])
+    for schema in _schemas(node.target):
+        for at, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes([node.args[at : at + 1], node.kwargs.get(argument.name)])
     yield from _nodes(node.kwargs.get("out"))
     given = _nodes(node.args)
     rest = [a for a in given if not isinstance(_body(a), fx.GraphModule)]
     for body in (_body(a) for a in given):
         if isinstance(body, fx.GraphModule):
             formals = [n for n in body.graph.nodes if n.op == "placeholder"]
-            inside = {x for n in body.graph.nodes for x in _overwritten(n)}
+            inside = {x for n in body.graph.nodes for x in overwritten(n)}
             yield from rest if len(formals) != len(rest) and inside else (a for a, f in zip(rest, formals) if f in inside)
 
 
@@ -63,7 +73,7 @@ class Writes:
     """Every write of a graph."""
 
     def __init__(self, nodes: Iterable[fx.Node]):
-        self.all = [(node, {m for x in _overwritten(node) for m in memory(x)}) for node in nodes]
+        self.all = [(node, {m for x in overwritten(node) for m in memory(x)}) for node in nodes]
 
     def outside(self, run: List[fx.Node], ever: bool) -> Set[int]:
         """The memory that others than `run` overwrite: after it, or `ever`, as what outlives a call may be by another call."""

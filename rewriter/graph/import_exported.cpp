@@ -220,11 +220,12 @@ class Importer {
   }
 
   void count_batches_in_training(Node* n) {
-    if (n->kind() != aten::add_ || n->hasUses()) return;
+    if (n->kind() != aten::add_) return;
     const Node* counter = n->input(0)->node();
     if (counter->kind() != prim::GetAttr || counter->s(attr::name) != "num_batches_tracked") return;
     const auto path = attribute_path(counter->input());
     if (!path || !trained_norms_.count(*path)) return;
+    n->output()->replaceAllUsesWith(n->input(0));  // a norm that is called again counts on, and others may read it
     Value* flag = training(*path, n);
     const WithInsertPoint guard(n);
     Node* only = body_->insertNode(body_->create(prim::If, {flag}, 0));
@@ -296,7 +297,8 @@ class Importer {
     const json& ranges = program_.at("range_constraints");
     if (!ranges.contains(symbol)) return;
     const json &least = ranges.at(symbol).at("min_val"), &most = ranges.at(symbol).at("max_val");
-    if (least.is_number() && least.get<int64_t>() > 0)
+    // 2 is torch.export's own for whatever is not 1 or 0 in its example: the program takes these too.
+    if (least.is_number() && least.get<int64_t>() > 2)
       raise_unless(insert(aten::ge, {size, integer(least.get<int64_t>())}),
                    fmt::format("{} must be at least {}", what, least.get<int64_t>()));
     if (most.is_number() && most.get<int64_t>() < std::numeric_limits<int32_t>::max())
