@@ -542,10 +542,63 @@ def test_an_imported_model_checks_its_inputs(archive, tmp_path):
     module, _ = imported(archive("resnet18")[0], tmp_path / "m.pt")
     ok = torch.rand(2, 3, 32, 32, dtype=torch.float64)
     module(ok)
-    for x, why in [(ok[:, :, :16], "size 2 of 'x' must be 32"), (ok[:1], "size 0 of 'x' must be at least 2"),
-                   (ok.repeat(10, 1, 1, 1), "size 0 of 'x' must be at most 16"), (ok[0], "'x' must have 4 dimensions")]:
+    for x, why in [(ok[:, :, :16], "size 2 of 'x' must be 32"), (ok.repeat(10, 1, 1, 1), "size 0 of 'x' must be at most 16"), (ok[0], "'x' must have 4 dimensions")]:
         with pytest.raises(torch.jit.Error, match=why):
             module(x)
+    torch.export.save(export(nn.Linear(3, 2).train(), torch.rand(4, 3), dynamic_shapes=({0: torch.export.Dim("batch", min=3)},)), tmp_path / "three.pt2")
+    module, _ = imported(tmp_path / "three.pt2", tmp_path / "three.pt")
+    with pytest.raises(torch.jit.Error, match="size 0 of 'input' must be at least 3"):
+        module(torch.rand(2, 3))
+
+
+@pytest.mark.parametrize("dimension", [torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO, torch.export.Dim("batch", min=2)], ids=["dynamic", "auto", "from two"])
+def test_an_imported_model_takes_what_its_program_takes(dimension, tmp_path):
+    """A last batch of one: that torch.export had no such example is no wish of its user's."""
+    model = Small().double().train()
+    example = torch.rand(4, 3, 16, 16, dtype=torch.float64)
+    program = export(model, example, dynamic_shapes=({0: dimension},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    for batch in (1, 5):
+        x, outputs = torch.rand(batch, 3, 16, 16, dtype=torch.float64), []
+        for runs in (module, program.module()):
+            torch.manual_seed(0)
+            outputs.append(runs(x))
+        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+
+
+class CountsTwice(nn.Module):
+    """One norm that is called twice, under two names, and a counter that is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.also = nn.ModuleList([self.norm])
+
+    def forward(self, x):
+        y = self.norm(F.relu(self.linear(self.also[0](x))))
+        return y * (1 + self.norm.num_batches_tracked)
+
+
+def test_batches_are_counted_in_training_alone(tmp_path, tsmem):
+    torch.manual_seed(0)
+    model = CountsTwice().double().train()
+    torch.export.save(export(model, torch.rand(3, 4, dtype=torch.float64)), tmp_path / "m.pt2")
+    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    done = run("rewrite", tmp_path / "m.pt", "-o", tmp_path / "n.pt")
+    assert done.returncode == 0, done.stderr
+    module.eval()
+    with torch.no_grad():
+        module(torch.rand(3, 4, dtype=torch.float64))
+    for rewritten in (False, True):
+        module, reference = (torch.jit.load(tmp_path / ("n.pt" if rewritten else "m.pt")), CountsTwice().double())
+        reference.load_state_dict({name: value for name, value in model.state_dict().items()})
+        reference.norm.reset_running_stats()
+        for mode in (True, False, True, False):
+            reference.train(mode), module.train(mode)
+            example = lambda n: torch.rand(n, 4, dtype=torch.float64)
+            assert_equal(steps(reference, example, (3, 3)), steps(module, example, (3, 3)))
+            assert module.norm.num_batches_tracked == reference.norm.num_batches_tracked
 
 
 class Nested(nn.Module):

@@ -219,7 +219,7 @@ def test_what_it_keeps():
     """The gradients, where they are smaller than the logits; a frozen weight's not."""
     x, weight, bias, target = given(512, 8, 64, torch.float32)
     size = lambda *t: sum(a.numel() * 4 for a in t)  # noqa: E731
-    small = 64  # the loss, the number of rows
+    small = 64 + 512  # the loss, the number of rows, and which are ignored
     assert live_bytes(lambda: ours(x, weight, bias, target)) <= size(x, weight, bias) + small
     assert live_bytes(lambda: ours(x, weight.detach(), None, target)) <= size(x) + small
     assert live_bytes(lambda: ours(x.detach(), weight, None, target)) <= size(weight) + small
@@ -320,3 +320,16 @@ def test_sizes():
     x, weight = torch.zeros(2, 3, 6), torch.zeros(40, 6)
     assert torch.ops.tsmem.linear_output_size(x, weight) == [2, 3, 40]
     assert [torch.ops.tsmem.linear_output_size.dim(x, weight, d) for d in (0, -1)] == [2, 40]
+
+
+@pytest.mark.parametrize("upstream", (float("inf"), float("-inf"), float("nan")))
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_rows_that_are_ignored_have_no_gradient(reduction, upstream):
+    """Whatever the loss's gradient is: of a batch without targets, divided by their number, it is no number."""
+    x, weight, bias, target = given()
+    for targets in (target, torch.full_like(target, -100), target[:0]):
+        rows = x.detach()[: targets.numel()].requires_grad_()
+        results = [torch.autograd.grad(f(rows, weight, bias, targets, reduction=reduction) * upstream, (rows, weight, bias)) for f in (ours, pytorchs)]
+        for got, want in zip(*results):
+            assert torch.equal(got.isfinite(), want.isfinite()) and torch.equal(got[got.isfinite()], want[want.isfinite()])
+        assert not results[0][0][targets == -100].any() and (targets is target or not results[0][1].any())

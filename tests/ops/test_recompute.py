@@ -223,6 +223,21 @@ def test_cat_keeps_its_pieces_once():
     assert_equal(grads[1], grads[0])
 
 
+def test_many_little_pieces_are_made_again():
+    """Each is little beside the whole, and all are as much as it: of embeddings, which are made again, none is kept."""
+    table, weight = torch.randn(50, 32, requires_grad=True), torch.randn(16, 64 * 32, requires_grad=True)
+    ids = torch.randint(50, (64, 128))
+
+    def run(recompute):
+        return ops.linear(ops.cat([ops.embedding(table, ids[i], -1, False, False, recompute) for i in range(64)], 1, recompute), weight, None, recompute)
+
+    whole = 64 * 128 * 32 * 4
+    assert live_bytes(lambda: run(False)) >= whole
+    assert live_bytes(lambda: run(True)) < 0.1 * whole
+    grads = [torch.autograd.grad(run(r).square().sum(), [table, weight]) for r in (False, True)]
+    assert_equal(grads[1], grads[0])
+
+
 def test_cat_lets_go_of_its_pieces():
     """The pieces go with the output, not at some later call; and no alias of it keeps them."""
     w = torch.randn(8, 8, 3, 3, requires_grad=True)
