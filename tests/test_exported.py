@@ -619,7 +619,10 @@ def test_nested_inputs_and_outputs(tmp_path):
     model = Nested()
     batch = {"x": torch.rand(2, 3), "y": torch.rand(2, 2)}
     torch.export.save(export(model, batch, 2), tmp_path / "m.pt2")
-    module, _ = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    module, said = imported(tmp_path / "m.pt2", tmp_path / "m.pt")
+    assert "are in the import's state_dict: scale, shift; it takes the model's own with strict=False." in said
+    assert set(module.state_dict()) == {*model.state_dict(), "scale", "shift"}
+    module.load_state_dict(model.state_dict(), strict=False)
     y, none, total, three = module(batch["x"], batch["y"])
     expected = model(batch, 2)
     assert torch.equal(y, expected["y"]) and none is None and torch.equal(total, expected["z"][0]) and three == 3

@@ -43,7 +43,7 @@ def _scripted(module: Any) -> Any:
         what = ('An eager nn.Module was given: use torch.compile(model, backend="tsmem"), or pass TorchScript (torch.jit.script(model)), or to tsmem.rewrite a program of'
                 " torch.export.")
     else:
-        what = f"{article} {name} was given; tsmem takes TorchScript: pass torch.jit.script(model)."
+        what = f"{article} {name} was given; tsmem takes TorchScript, and tsmem.rewrite a program of torch.export too: pass torch.jit.script(model)."
     raise Error(what, "request")
 
 

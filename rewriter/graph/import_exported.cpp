@@ -386,6 +386,22 @@ class Importer {
     if (!draw.empty())
       notes_.push_back(
           fmt::format("Random numbers that the model draws by itself are drawn in eval mode too: {}.", listed(draw)));
+    describe_more_state();
+  }
+
+  // TorchScript has no buffers that a state_dict leaves out.
+  void describe_more_state() {
+    std::set<std::string> more;
+    for (const json& spec : program_.at("graph_module").at("signature").at("input_specs")) {
+      if (spec.contains("tensor_constant")) more.insert(spec.at("tensor_constant").at("tensor_constant_name"));
+      if (spec.contains("buffer") && !spec.at("buffer").value("persistent", true))
+        more.insert(spec.at("buffer").at("buffer_name"));
+    }
+    if (!more.empty())
+      notes_.push_back(
+          fmt::format("Constants and buffers that are not persistent are in the import's state_dict: {}; it takes the "
+                      "model's own with strict=False.",
+                      listed(more)));
   }
 
   const json& program_;
