@@ -308,7 +308,8 @@ struct Builder {
     const auto handle = c10::Dispatcher::singleton().findSchema({op.name, op.overload});
     if (!handle)
       throw Error(ErrorKind::input,
-                  fmt::format("The graph calls {}{}{}, which is not registered: load the library that defines it.",
+                  fmt::format("The graph calls {}{}{}, which is not registered: load the library that defines it, or, "
+                              "where Python does, call tsmem.rewrite in a process that has imported that.",
                               op.name, op.overload.empty() ? "" : ".", op.overload));
     const FunctionSchema& schema = under_its_own_name(handle->schema());
     const auto inputs = arguments(node, schema);
