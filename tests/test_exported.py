@@ -522,6 +522,26 @@ class DrawsByHand(nn.Module):
         return x * torch.empty(x.shape[0], 1).bernoulli_(0.5)
 
 
+def test_operators_that_are_registered_elsewhere(tmp_path, tsmem):
+    @torch.library.custom_op("tsmem_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return twice(super().forward(x).relu())
+
+    program = export(Twice(3, 2).train(), torch.rand(4, 3))
+    torch.export.save(program, tmp_path / "m.pt2")
+    done = run("rewrite", tmp_path / "m.pt2", "-o", tmp_path / "n.pt2")
+    assert done.returncode == 3 and "tsmem_tests::twice" in done.stderr and "call tsmem.rewrite in a process that has imported that." in done.stderr
+    x = torch.rand(4, 3)
+    torch.testing.assert_close(tsmem.rewrite(program).module()(x), program.module()(x))
+
+
 def test_what_import_can_not_give_back_is_said(tmp_path):
     torch.export.save(export(DrawsByHand(), torch.rand(4, 3)), tmp_path / "draws.pt2")
     _, said = imported(tmp_path / "draws.pt2", tmp_path / "draws.pt")
