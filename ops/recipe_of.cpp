@@ -1,4 +1,6 @@
 // For operators whose autograd is not ours: what a tensor is made from, to keep in its place.
+#include <ATen/MemoryOverlap.h>
+
 #include "function.h"
 #include "known.h"
 #include "recipe.h"
@@ -36,19 +38,23 @@ OptTensor recipe_of(const Tensor& t) {
   return RecipeOf::apply(t);
 }
 
-Tensor make_from(const Tensor& recipe) {
+// once: the recipe's holder asks for it once in a pass, and outlives the pass.
+Tensor make_from(const Tensor& recipe, bool once) {
   auto* node = dynamic_cast<Node*>(recipe.grad_fn().get());
   TORCH_CHECK_VALUE(node, "tsmem::_make_from takes what tsmem::_recipe_of has returned");
   Tensor made = SavedTensors(&node->ctx_)[0];
-  // Others' backward may write to what it has kept.
-  return made.use_count() == 1 && made.storage().use_count() == 1 ? made : made.clone();
+  if (once && last_reader()) node->release_variables();
+  if (made.use_count() == 1 && made.storage().use_count() == 1) return made;
+  // Others' backward may write to what it has kept, and look at its strides.
+  if (at::has_internal_overlap(made) == at::MemOverlap::Yes) return made;
+  return at::empty_strided(made.sizes(), made.strides(), made.options()).copy_(made);
 }
 
 }  // namespace
 
 void register_recipe_of(torch::Library& m) {
   m.def("_recipe_of(Tensor t) -> Tensor?", TORCH_FN(recipe_of));
-  m.def("_make_from(Tensor recipe) -> Tensor", TORCH_FN(make_from));
+  m.def("_make_from(Tensor recipe, bool once=False) -> Tensor", TORCH_FN(make_from));
 }
 
 }  // namespace tsmem

@@ -1,9 +1,13 @@
 """What operators of other libraries and autograd.Functions keep, through torch.compile(backend="tsmem"): recipes where tsmem can make it again."""
 
+import copy
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import allocator
 from test_compile import check, compiled, saved_bytes
@@ -149,13 +153,13 @@ def test_a_function_that_overwrites_what_it_kept(monkeypatch):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_saved_bytes(name):
-    """The linear layer's output (the norm's input) and the function's result (the last layer's) are left of four."""
+    """The linear layer's output (the norm's input) and the function's result (the last layer's) are left of four. An attribute stays as it is."""
     torch.manual_seed(0)
     model = Net(name)
     of_one = 4 * X.numel()
     eager = saved_bytes(model, model, X)
     ours = saved_bytes(model, compiled(model), X)
-    assert eager > 4 * of_one and ours < 2.2 * of_one
+    assert eager > 4 * of_one and ours < (3.2 if name == "SineOfAttributes" else 2.2) * of_one
 
 
 @pytest.mark.parametrize("name", ["operator", "Sine"])
@@ -218,6 +222,88 @@ def test_the_callers_hooks_see_what_is_saved(name):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_a_checkpoint_around():
+    """It counts what is asked of it: nothing of what is saved is looked at in forward."""
+    torch.manual_seed(0)
+    model, calls = Net("operator").double(), []
+    function = compiled(model)
+
+    def call(f, x):
+        def counted(x):
+            calls.append(f)
+            return f(x)
+
+        return checkpoint(counted, x, use_reentrant=False)
+
+    loss = allocator.Loss()
+    results = [torch.autograd.grad(loss(call(f, X.double())), list(model.parameters())) for f in (model, function)]
+    for a, b in zip(*results):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+    assert calls == [model, model, function, function]
+
+
+@pytest.mark.parametrize("by_the_caller", [False, True])
+def test_attributes_of_a_function_are_read_as_they_are_in_backward(by_the_caller):
+    """What is kept as an attribute, and not by save_for_backward, and overwritten then."""
+
+    class Written(Net):
+        def forward(self, x):
+            y = self.argument(x)
+            z = self.last(SineOfAttributes.apply(y, self.scale))
+            return (z, y) if by_the_caller else z + self.last(y.mul_(2))
+
+    def gradients(f):
+        out = f(X.double())
+        if by_the_caller:
+            z, y = out
+            out = z + model.last(y.mul_(2))
+        return torch.autograd.grad(out.square().sum(), list(model.parameters()))
+
+    torch.manual_seed(0)
+    model = Written(None).double()
+    for a, b in zip(gradients(compiled(model)), gradients(model)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_made_again_has_the_strides_that_it_had(monkeypatch):
+    """A slice of what is made for others too."""
+    seen = []
+
+    class Strided(Sine):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            seen.append(x.stride())
+            return sine(x, w)
+
+    def backward(ctx, grad):
+        seen.append(ctx.saved_tensors[0].stride())
+        return sine_backward(grad, *ctx.saved_tensors)
+
+    operator = torch.library.custom_op("tsmem_tests::strided", sine, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor")
+    operator.register_fake(lambda x, w: x.new_empty(x.shape))
+    operator.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    monkeypatch.setitem(FUNCTIONS, "strided", operator)
+
+    class Halves(Net):
+        def forward(self, x):
+            y = F.gelu(self.norm(self.first(x)))
+            q, k = y.chunk(2, -1)
+            return self.last((FUNCTIONS["strided"](q, self.scale[: WIDTH // 2]) * FUNCTIONS["strided"](k, self.scale[WIDTH // 2 :])).repeat(1, 2)) + self.last(y)
+
+    check(Halves(None), [X])
+    assert set(seen) == {(WIDTH, 1)}
+
+
+def test_a_function_inside_a_transform():
+    class Inside(Net):
+        def forward(self, x):
+            y = self.argument(x)
+            return torch.func.grad(lambda w: SineWithContext.apply(y, w).sum())(self.scale).detach().sum() + self.last(y)
+
+    check(Inside(None), [X])
+
+
 @pytest.mark.parametrize("name", ["operator", "Sine"])
 def test_no_gradients(name):
     model = Net(name)
@@ -260,3 +346,58 @@ class OverwritesABuffer(Net):
 
 def test_an_operator_that_overwrites_a_buffer():
     check(OverwritesABuffer(), [X])
+
+
+class KeepsTwice(Sine):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w, x)
+        return sine(x, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, also = ctx.saved_tensors
+        return sine_backward(grad, (x + also) / 2, w)
+
+
+class KeepsAView(KeepsTwice):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w, x.view(-1))
+        return sine(x, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, flat = ctx.saved_tensors
+        return sine_backward(grad, (x + flat.view_as(x)) / 2, w)
+
+
+@pytest.mark.parametrize("function", [KeepsTwice, KeepsAView])
+def test_what_is_kept_twice_is_kept(function, monkeypatch):
+    """It would be made twice, at a peak above eager mode's."""
+    monkeypatch.setitem(FUNCTIONS, "twice", function.apply)
+    check(Net("twice"), [X])
+    torch.manual_seed(0)
+    model = Net("twice")
+    allocator.prepare(model)
+    eager, ours = (allocator.memory(f, [X], warmup=2).peak for f in (model, compiled(model)))
+    assert ours <= eager
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_stays_after_a_step(name):
+    """What a recipe starts from goes with the pass, though Dynamo's functions keep what they have saved until Python collects garbage."""
+    torch.manual_seed(0)
+    model = Net(name, width=128)
+    x = torch.randn(1024, 128)
+    function, held = compiled(model), []
+    allocator.prepare(model)
+    for f in (torch.compile(copy.deepcopy(model), backend="eager"), function):
+        f(x).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            held.append(allocator.most_held(lambda f=f: [f(x).sum().backward() for _ in range(6)]))
+        finally:
+            gc.enable()
+    assert held[1] <= held[0]

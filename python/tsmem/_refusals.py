@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from ._borders import inner, inside_transforms, is_plain
 from ._error import Error
 from ._graph import DATA
-from ._writes import is_in_place, name_of
+from ._writes import name_of, overwritten
 
 
 def _used_before(tensor: fx.Node, write: fx.Node) -> bool:
@@ -28,7 +28,7 @@ def why_it_stays(gm: fx.GraphModule) -> Optional[str]:
     """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told; of what is overwritten
     inside a transform of torch.func nobody knows whose memory it is."""
     for node in inside_transforms(gm):
-        if is_in_place(node):
+        if any(overwritten(node)):
             return f"{name_of(node)} overwrites a tensor inside a transform of torch.func"
     for node in inner(gm):
         # Of `x.data = y` Dynamo makes the one in torch 2.11, the other in 2.15.

@@ -297,10 +297,11 @@ class Importer {
     const json& ranges = program_.at("range_constraints");
     if (!ranges.contains(symbol)) return;
     const json &least = ranges.at(symbol).at("min_val"), &most = ranges.at(symbol).at("max_val");
-    // 2 is torch.export's own for whatever is not 1 or 0 in its example: the program takes these too.
-    if (least.is_number() && least.get<int64_t>() > 2)
+    // 2 may be torch.export's own, for whatever is not 0 or 1 in its example, or a branch of the model's.
+    if (least.is_number() && least.get<int64_t>() > 0)
       raise_unless(insert(aten::ge, {size, integer(least.get<int64_t>())}),
-                   fmt::format("{} must be at least {}", what, least.get<int64_t>()));
+                   fmt::format("{} must be at least {}", what, least.get<int64_t>()),
+                   least.get<int64_t>() == 2 ? "; export with torch.export.Dim(..., min=1) for one" : "");
     if (most.is_number() && most.get<int64_t>() < std::numeric_limits<int32_t>::max())
       raise_unless(insert(aten::le, {size, integer(most.get<int64_t>())}),
                    fmt::format("{} must be at most {}", what, most.get<int64_t>()));
@@ -311,11 +312,11 @@ class Importer {
     return body_->insert(op, std::vector<NamedValue>(operands.begin(), operands.end()));
   }
 
-  void raise_unless(Value* good, const std::string& what) {
+  void raise_unless(Value* good, const std::string& what, const std::string& what_to_do = "") {
     Node* check = body_->insertNode(body_->create(prim::If, {good}, 0));
     check->addBlock();
     const WithInsertPoint inside(check->addBlock());
-    Value* message = body_->insertConstant("forward: " + what + ", as the program was exported.");
+    Value* message = body_->insertConstant("forward: " + what + ", as the program was exported" + what_to_do + ".");
     Value* none = body_->insertConstant(IValue());
     body_->insertNode(body_->create(prim::RaiseException, {message, none}, 0));
   }
