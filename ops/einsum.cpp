@@ -1,8 +1,9 @@
-// einsum by products of pairs of operands, as PyTorch composes it (ATen/native/Linear.cpp: einsum, sumproduct_pair):
-// each operand is brought to the same axes, those of the output first, and two at a time become one, by a batch of
-// matrix products where they share an axis that is summed, else by a product of elements. Here by ops that keep what
-// these are made from. The result is PyTorch's, bit for bit; so are gradients, but for those of an operand that a
-// product of elements has spread, which are rounded once where PyTorch's are rounded before they are summed.
+// einsum and tensordot by products of pairs of operands, as PyTorch composes them (ATen/native/Linear.cpp: einsum,
+// sumproduct_pair, tensordot), here by ops that keep what these are made from. Of einsum each operand is brought to the
+// same axes, those of the output first, and two at a time become one, by a batch of matrix products where they share an
+// axis that is summed, else by a product of elements. The result is PyTorch's, bit for bit; so are gradients, but for
+// those of an operand that a product of elements has spread, which are rounded once where PyTorch's are rounded before
+// they are summed.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -145,6 +146,12 @@ Tensor bmm(const Tensor& a, const Tensor& b, int64_t recompute) {
                              .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
   return op.call(a, b, recompute);
 }
+Tensor mm(const Tensor& a, const Tensor& b, int64_t recompute) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tsmem::mm", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
+  return op.call(a, b, recompute);
+}
 Tensor mul(const Tensor& a, const Tensor& b, int64_t recompute) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("tsmem::mul", "")
@@ -276,9 +283,59 @@ Tensor einsum_autocast(c10::string_view equation, at::TensorList tensors, at::Op
   return einsum(equation, cast, path, recompute);
 }
 
+// The dimensions of t that `dims` does not name, where it names each once and t has them all.
+std::optional<Axes> others(const Tensor& t, Axes& dims) {
+  std::vector<bool> named(t.dim(), false);
+  for (int64_t& d : dims) {
+    if (d < -t.dim() || d >= t.dim()) return std::nullopt;
+    d = c10::maybe_wrap_dim(d, t.dim());
+    if (std::exchange(named[d], true)) return std::nullopt;
+  }
+  Axes rest;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (!named[d]) rest.push_back(d);
+  return rest;
+}
+
+// One product of matrices.
+Tensor tensordot(const Tensor& self, const Tensor& other, IntArrayRef dims_self, IntArrayRef dims_other,
+                 int64_t recompute) {
+  const auto aten = [&] { return at::tensordot(self, other, dims_self, dims_other); };
+  // Autocast on CUDA casts the operands of tensordot itself, to the wider dtype.
+  const bool cast = self.is_cuda() && at::autocast::is_autocast_enabled(c10::DeviceType::CUDA);
+  if (cast || !needs_grad(self, other) || !plain(self) || !plain(other) || self.scalar_type() != other.scalar_type() ||
+      dims_self.size() != dims_other.size() || self.numel() == 0 || other.numel() == 0)
+    return aten();
+  Axes of_a = dims_self.vec(), of_b = dims_other.vec();
+  const auto rest_of_a = others(self, of_a), rest_of_b = others(other, of_b);
+  if (!rest_of_a || !rest_of_b) return aten();
+  Tensor a = self, b = other;
+  int64_t inner = 1;
+  for (size_t i = 0; i < of_a.size(); ++i) {
+    const int64_t in_a = self.size(of_a[i]), in_b = other.size(of_b[i]);
+    if (in_b == 1)
+      a = a.sum(of_a[i], true, a.scalar_type());
+    else if (in_a == 1)
+      b = b.sum(of_b[i], true, b.scalar_type());
+    else if (in_a != in_b)
+      return aten();
+    else
+      inner *= in_a;
+  }
+  const int64_t cheap = recompute_of_cheap(recompute);
+  const Tensor left = reshape(a.permute(joined({&*rest_of_a, &of_a})), {product_of(a, *rest_of_a), inner}, cheap),
+               right = reshape(b.permute(joined({&of_b, &*rest_of_b})), {inner, product_of(b, *rest_of_b)}, cheap);
+  std::vector<int64_t> sizes;
+  for (int64_t d : *rest_of_a) sizes.push_back(a.size(d));
+  for (int64_t d : *rest_of_b) sizes.push_back(b.size(d));
+  return mm(left, right, recompute).view(sizes);
+}
+
 }  // namespace
 
 void register_einsum(torch::Library& m) {
+  m.def("tensordot(Tensor self, Tensor other, int[] dims_self, int[] dims_other, int recompute=0) -> Tensor",
+        TORCH_FN(tensordot));
   m.def("einsum(str equation, Tensor[] tensors, int[]? path=None, int recompute=0) -> Tensor", TORCH_FN(einsum));
   m.impl("einsum", c10::DispatchKey::AutocastCUDA, TORCH_FN(einsum_autocast));
 }

@@ -33,6 +33,7 @@ inline constexpr OperatorTraits kOperatorTraits[] = {
     {.name = "tsmem::matmul", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::mm", .expensive = true, .may_be_cheap = true},
     {.name = "tsmem::scaled_dot_product_attention", .expensive = true, .may_be_cheap = true},
+    {.name = "tsmem::tensordot", .expensive = true, .may_be_cheap = true},
 };
 
 // Whether a convolution or linear layer takes so little time that backward may run it again: one of at most 96 features

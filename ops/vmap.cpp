@@ -112,7 +112,8 @@ void register_vmap(torch::Library& m) {
                            "scaled_dot_product_attention.draw",
                            "softmax",
                            "stft",
-                           "stft.center"})
+                           "stft.center",
+                           "tensordot"})
     m.impl(name, c10::DispatchKey::FuncTorchBatched, torch::CppFunction::makeFromBoxedFunction<&run_body>());
   // Before vmap sees anything, so that PyTorch's own operators inside obey its randomness, on tensors from outside too.
   for (const char* name :

@@ -34,6 +34,7 @@ const std::vector<SavedByRow>& saved_by_rows() {
       {"aten::mm", "self:mat2 mat2:self"},
       {"aten::mv", "self:vec vec:self"},
       {"aten::scaled_dot_product_attention", "query key value result"},
+      {"aten::tensordot", "self:other other:self"},
       // Recurrent layers: gates, cells and hidden states of every step.
       {"aten::gru", "input internals"},
       {"aten::gru_cell", "input internals"},

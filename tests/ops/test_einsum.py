@@ -1,4 +1,4 @@
-"""einsum: against PyTorch's own, bit for bit but for gradients of what a product of elements spreads, and what it keeps."""
+"""einsum and tensordot: against PyTorch's own, bit for bit but for gradients of what a product of elements spreads, and what it keeps."""
 import itertools
 
 import pytest
@@ -172,3 +172,73 @@ def test_meta_and_vmap():
     assert y.shape == (2, 3, 5, 7) and [g.shape for g in torch.autograd.grad(y.sum(), (a, b))] == [a.shape, b.shape]
     x, w = torch.randn(4, 5, 6), torch.randn(6, 3)
     torch.testing.assert_close(torch.vmap(lambda t: ours("ij,jk->ik", [t, w]))(x), x @ w)
+
+
+TENSORDOTS = {  # sizes of both, dimensions of both
+    "one": ((5, 4), (4, 6), [1], [0]),
+    "behind": ((2, 5, 4), (3, 4), [-1], [1]),
+    "in front": ((4, 2, 5), (4, 6), [0], [0]),
+    "in the middle": ((2, 4, 5), (6, 4, 3), [1], [1]),
+    "two": ((2, 3, 4), (4, 3, 6), [1, 2], [1, 0]),
+    "all of one": ((3, 4), (2, 3, 4), [0, 1], [1, 2]),
+    "all": ((3, 4), (3, 4), [0, 1], [0, 1]),
+    "none": ((3, 4), (2,), [], []),
+    "summed in the first": ((3, 4, 5), (5, 1, 2), [1, 2], [1, 0]),
+    "summed in the second": ((3, 1, 5), (5, 4, 2), [1, 2], [1, 0]),
+}
+
+
+def dot(name, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    *sizes, mine, theirs = TENSORDOTS[name]
+    return [torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in sizes], (mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TENSORDOTS)
+def test_tensordot_equals_pytorch(name, dtype):
+    inputs, dims = dot(name, dtype)
+    for laid_out in (lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+        for needs in itertools.product((False, True), repeat=2):
+            given = [laid_out(t).detach().requires_grad_(n) for t, n in zip(inputs, needs)]
+            want = run(lambda *t: torch.ops.aten.tensordot(*t, *dims), *given)
+            for again in (0, 1, 2, 3, -1):
+                got = run(lambda *t: torch.ops.tsmem.tensordot(*t, *dims, again), *given)
+                assert_equal(got, want)
+                assert [t.stride() for t in got] == [t.stride() for t in want]
+
+
+@pytest.mark.parametrize("name", TENSORDOTS)
+def test_derivatives_of_tensordot(name):
+    inputs, dims = dot(name)
+    f = lambda *t: torch.ops.tsmem.tensordot(*t, *dims)  # noqa: E731
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in inputs])
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("sizes, dims", [
+    (((5, 4), (3, 6)), ([1], [0])), (((5, 4), (4, 6)), ([1], [0, 1])), (((5, 4), (4, 6)), ([2], [0])), (((5, 4, 4), (4, 4)), ([1, 1], [0, 1])), (((0, 4), (4, 6)), ([1], [0])),
+])
+def test_what_is_pytorchs_tensordot(sizes, dims):
+    inputs = [torch.randn(*s).requires_grad_() for s in sizes]
+    ends = []
+    for f in (torch.ops.aten.tensordot, torch.ops.tsmem.tensordot):
+        try:
+            ends.append((f(*inputs, *dims).shape, None))
+        except (RuntimeError, IndexError) as error:
+            ends.append((type(error), str(error).splitlines()[0]))
+    assert ends[0] == ends[1]
+
+
+def test_what_tensordot_keeps():
+    """A copy in another order is made again from what it is a copy of; a frozen factor is not needed."""
+    x, w = torch.randn(64, 32, 16, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+
+    def again(recompute):
+        y = torch.ops.tsmem.act(x, "silu", [], recompute)
+        return torch.ops.tsmem.tensordot(y, w, [1], [0], recompute)
+
+    result = 64 * 16 * 8 * 4
+    assert live_bytes(lambda: again(0)) > 2 * x.numel() * 4
+    assert live_bytes(lambda: again(3)) <= result + 512
+    assert live_bytes(lambda: torch.ops.tsmem.tensordot(x * 1, w.detach(), [1], [0], 3)) <= result + 512
