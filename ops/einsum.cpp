@@ -289,7 +289,8 @@ std::optional<Axes> others(const Tensor& t, Axes& dims) {
   for (int64_t& d : dims) {
     if (d < -t.dim() || d >= t.dim()) return std::nullopt;
     d = c10::maybe_wrap_dim(d, t.dim());
-    if (std::exchange(named[d], true)) return std::nullopt;
+    if (named[d]) return std::nullopt;
+    named[d] = true;
   }
   Axes rest;
   for (int64_t d = 0; d < t.dim(); ++d)
