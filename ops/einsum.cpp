@@ -309,7 +309,7 @@ Tensor tensordot(const Tensor& self, const Tensor& other, IntArrayRef dims_self,
     return aten();
   Axes of_a = dims_self.vec(), of_b = dims_other.vec();
   const auto rest_of_a = others(self, of_a), rest_of_b = others(other, of_b);
-  if (!rest_of_a || !rest_of_b) return aten();
+  if (!rest_of_a || !rest_of_b || rest_of_a->size() + rest_of_b->size() == 0) return aten();
   Tensor a = self, b = other;
   int64_t inner = 1;
   for (size_t i = 0; i < of_a.size(); ++i) {
