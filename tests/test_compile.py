@@ -1227,6 +1227,7 @@ plain, ours = wrap(copy.deepcopy(net)), wrap(copy.deepcopy(net))
 for a, b in zip(steps(plain, plain), steps(ours, torch.compile(ours, backend="tsmem", options={"strict": True}))):
     torch.testing.assert_close(a, b)
 print("equal")
+dist.barrier()  # the first one has the store: it is not to end before the other
 dist.destroy_process_group()
 """
 
@@ -1273,6 +1274,7 @@ def steps(compiled):
 for a, b in zip(steps(False), steps(True)):
     torch.testing.assert_close(a, b)
 print("equal")
+dist.barrier()  # the first one has the store: it is not to end before the other
 dist.destroy_process_group()
 """
 
@@ -1315,6 +1317,7 @@ for a, b in zip(step(net, torch.compile(net, backend="tsmem")), want):
 # PyTorch 2.11 gives the backend a graph of each process's own tensors.
 assert any("1 smooth-activation" in s or "runs as it is: it works on DTensor, which wraps other tensors" in s for s in said), said
 print("equal")
+dist.barrier()  # the first one has the store: it is not to end before the other
 dist.destroy_process_group()
 """
 
