@@ -462,7 +462,8 @@ def dtype_set_inside(x, a, b):
 def test_what_autocast_sets_beside_on_and_off(f):
     x, a, b = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     results = []
-    for g in (f, torch.compile(f, backend="tsmem")):
+    reference = torch.compile(f, backend="eager") if torch.__version__ < "2.12" else f  # Dynamo of torch 2.11 itself forgets one
+    for g in (reference, torch.compile(f, backend="tsmem")):
         y = g(x, a, b)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (a, b), allow_unused=True)))
         assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, torch.bfloat16)
