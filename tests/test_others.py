@@ -331,21 +331,24 @@ def test_autocast():
 
 
 class OverwritesABuffer(Net):
-    """By an operator whose name says nothing of it, behind a border: the first part must not make anything of the buffer again."""
+    """Behind a border: the first part must not make anything of the buffer again."""
 
-    def __init__(self):
+    def __init__(self, overwrite):
         super().__init__(None)
+        self.overwrite = overwrite
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, x):
         y = F.gelu(self.norm(self.first(x)) + self.shift) * self.scale
         with torch.no_grad():
-            add_to(self.shift)
+            self.overwrite(self.shift)
         return self.last(F.gelu(y))
 
 
-def test_an_operator_that_overwrites_a_buffer():
-    check(OverwritesABuffer(), [X])
+@pytest.mark.parametrize("overwrite", [lambda t: add_to(t), lambda t: torch.sigmoid_(input=t), lambda t: F.hardtanh(inplace=True, max_val=0.5, input=t)], ids=["operator", "keyword", "inplace"])
+def test_a_buffer_is_overwritten(overwrite):
+    """By an operator whose name says nothing of it, and by functions that are given it by name."""
+    check(OverwritesABuffer(overwrite), [X])
 
 
 class KeepsTwice(Sine):

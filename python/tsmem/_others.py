@@ -76,7 +76,7 @@ def _made(kept: Any) -> Any:
 
 def _may_overwrite(body: fx.GraphModule) -> bool:
     """What an operator on functions, or a kernel of Triton's, does with its arguments nobody says here."""
-    return any(isinstance(node.target, torch._ops.HigherOrderOperator) or next(overwritten(node), None) is not None for node in body.graph.nodes)
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) or any(overwritten(node)) for node in body.graph.nodes)
 
 
 def _arguments_kept_once(results: Any, saved: Any, by_save_for_backward: Any) -> List[int]:

@@ -46,7 +46,7 @@ def _schemas(target: Any) -> List[Any]:
 def overwritten(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that a node overwrites: by the schema of an operator (a custom one may have any name), and by the names of Python's functions."""
     if is_in_place(node):
-        yield from _nodes(node.args[:1])
+        yield from _nodes(node.args[:1] or [node.kwargs.get("input"), node.kwargs.get("self")])
     for schema in _schemas(node.target):
         for at, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
