@@ -114,3 +114,12 @@ if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
     die "pip could not install $requirements into $venv."
   echo "$state" >$stamp
 fi
+
+# nvcc, where there are a device and a torch for it, and none is installed.
+if [ "${1:-}" != other ]; then
+  mapfile -t toolkit < <($venv/bin/python python/build_cuda.py)
+  if [ ${#toolkit[@]} -gt 0 ]; then
+    echo "set-up: installing ${toolkit[*]} into $venv"
+    $venv/bin/python -m pip install --quiet --disable-pip-version-check "${toolkit[@]}" || echo "set-up: nvcc could not be installed; the kernels for CUDA are left out"
+  fi
+fi

@@ -3,8 +3,6 @@
 In an isolated build (pip's default) pip would fetch a second torch, of several GB; the one of the environment that pip installs into serves
 as well, for its headers and libraries are all that is needed.
 """
-import glob
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -19,6 +17,8 @@ try:
     from scikit_build_core import build as _build
 except ImportError:
     raise SystemExit("tsmem is built with scikit-build-core and highspy: install both first, or build without --no-build-isolation.") from None
+
+import build_cuda
 
 _VERSIONS = Path(__file__).with_name("torch-versions.txt")
 # Headers alone, which an sdist brings along (cmake/TsmemHeaders.cmake).
@@ -60,28 +60,10 @@ def _installed_torch() -> Optional[str]:
 
 def get_requires_for_build_wheel(config_settings: Optional[Dict[str, Any]] = None) -> List[str]:
     requires = _build.get_requires_for_build_wheel(config_settings)
-    if not _installed_torch():
+    torch = _installed_torch()
+    if not torch:
         requires = [*requires, f"torch=={torch_versions()[1]}"]
-    return requires if _cuda() == "OFF" else [*requires, _cudnn_frontend()]
-
-
-def _cuda() -> str:
-    """The kernels for CUDA are ten minutes' work: built where there is a device, or where TSMEM_CUDA=ON asks for them."""
-    return os.environ.get("TSMEM_CUDA") or ("AUTO" if glob.glob("/dev/nvidia[0-9]*") else "OFF")
-
-
-def _cudnn_frontend() -> str:
-    """What pip installs for cuDNN's fused graphs: headers, by name and version."""
-    lines = _VERSIONS.with_name("requirements.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith("nvidia-cudnn-frontend"))
-
-
-def _cudnn_headers() -> Dict[str, str]:
-    try:
-        folder = importlib.metadata.distribution("nvidia-cudnn-frontend").locate_file("include")
-    except importlib.metadata.PackageNotFoundError:  # without isolation: the graphs are left out, as the build then says
-        return {}
-    return {"cmake.define.TSMEM_CUDNN_FRONTEND": str(folder)}
+    return [*requires, *build_cuda.requires(torch)]
 
 
 def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] = None, metadata_directory: Optional[str] = None) -> str:
@@ -96,8 +78,7 @@ def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] 
     if not highs.is_file():
         raise SystemExit(f"tsmem's planner is built against the library in highspy, and {highs} does not exist: install highspy 1.15.1.")
     settings = {
-        "cmake.define.TSMEM_CUDA": _cuda(),
-        **_cudnn_headers(),
+        **build_cuda.settings(),
         **(config_settings or {}),
         "cmake.define.TSMEM_TORCH": torch,
         "cmake.define.TSMEM_HIGHS": str(highs),

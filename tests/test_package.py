@@ -218,6 +218,42 @@ def test_isolated_build_takes_the_torch_that_is_installed(tmp_path, wheel):
     assert done.returncode == 1 and "No module named 'torch'" in done.stderr
 
 
+REQUIRED = """
+import json, sys
+sys.path.insert(0, {python!r})
+import build_cuda
+build_cuda.nvcc_of_the_machine = lambda: {nvcc!r}
+print(json.dumps([build_cuda.requires({torch!r}), build_cuda.settings()]))
+"""
+
+
+def required(torch=None, nvcc=None, **environment):
+    """What a build installs for the kernels for CUDA, and what CMake is told."""
+    code = REQUIRED.format(python=str(ROOT / "python"), torch=torch, nvcc=nvcc)
+    return json.loads(output(run(sys.executable, "-c", code, env={"TSMEM_CUDA": "ON", **environment})))
+
+
+@pytest.mark.parametrize("version, toolkit", [("'13.2'", ["cuda-toolkit[cccl,nvcc]==13.2.*"]), ("'12.8'", []), ("None", [])])
+def test_nvcc_comes_from_pypi_where_the_machine_has_none(tmp_path, version, toolkit):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.15.0'\ncuda: Optional[str] = {version}\n")
+    frontend = [line for line in (ROOT / "python" / "requirements.txt").read_text().splitlines() if line.startswith("nvidia-cudnn-frontend")]
+    assert required(str(tmp_path))[0] == frontend + toolkit
+    assert required(str(tmp_path), nvcc="/usr/bin/nvcc")[0] == frontend
+    assert required()[0] == [*frontend, "cuda-toolkit[cccl,nvcc]"]  # of the version that the torch which is fetched has
+    assert required(str(tmp_path), TSMEM_CUDA="OFF") == [[], {"cmake.define.TSMEM_CUDA": "OFF"}]
+
+
+def test_cmake_is_told_of_nvcc_from_pypi(tmp_path):
+    nvcc, information = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc", tmp_path / "nvidia_cuda_nvcc-13.2.86.dist-info"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cuda-nvcc\nVersion: 13.2.86\n")
+    (information / "RECORD").write_text("nvidia/cu13/bin/nvcc,,\n")
+    assert required(PYTHONPATH=str(tmp_path))[1]["cmake.define.CMAKE_CUDA_COMPILER"] == str(nvcc)
+    assert "cmake.define.CMAKE_CUDA_COMPILER" not in required(nvcc="/usr/bin/nvcc", PYTHONPATH=str(tmp_path))[1]
+
+
 def test_the_highspy_that_pip_takes_has_the_library(tmp_path):
     """highspy 1.16 came without it, and pip takes the newest that a requirement allows."""
     requirements = re.findall(r'"(highspy[^"]*)"', (ROOT / "pyproject.toml").read_text())
