@@ -145,7 +145,8 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   Pool pool{two(kernel_size), two(stride.empty() ? kernel_size : stride), two(padding), two(dilation), {}, ceil_mode};
   bool usable = input.dim() == 4 && pool.kernel.size() == 2 && pool.stride.size() == 2 && pool.padding.size() == 2 &&
                 pool.dilation.size() == 2 && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
-                norm_usable(input, bn, {}, act) && has_kernel(forward_op().handle(), input);
+                norm_usable(input, bn, {}, act);
+  const bool fused = has_kernel(forward_op().handle(), input);
   for (int d = 0; usable && d < 2; ++d) {
     pool.out_size.push_back(
         pooled(input.size(2 + d), pool.kernel[d], pool.stride[d], pool.padding[d], pool.dilation[d], ceil_mode));
@@ -153,16 +154,18 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
     usable = pool.out_size[d] > 0 && (pool.padding[d] == 0 || pool.dilation[d] <= input.size(2 + d));
   }
   // With given statistics and a frozen weight even the norm's input need not be kept: bits and positions do.
-  if (usable && !training && one_bit(act.kind) && !wants_grad(weight)) {
+  const bool bits = !training && one_bit(act.kind) && !wants_grad(weight);
+  if (usable && (bits || !fused)) {
     using Norm = Tensor(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, bool,
                         double, double, bool, c10::string_view, at::ArrayRef<double>, int64_t);
     using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool, int64_t);
     static const auto norm = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::batch_norm_act", "").typed<Norm>();
     static const auto max_pool =
         c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::max_pool2d", "").typed<MaxPool>();
+    const RecomputeArgument how = bits ? Recompute::off : RecomputeArgument(recompute);
     const Tensor z = norm.call(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled,
-                               name, args, /*recompute=*/0);
-    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, /*recompute=*/0);
+                               name, args, argument_of(how.how));
+    return max_pool.call(z, kernel_size, stride, padding, dilation, ceil_mode, how.argument());
   }
   if (!usable) {
     const Tensor activated = aten_act(aten_norm(input, bn, cudnn_enabled), act);

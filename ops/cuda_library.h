@@ -4,8 +4,7 @@
 namespace tsmem {
 
 // Loads libtsmem_ops_cuda.so from beside this library, once for the process; its raw ops are registered then. Where
-// there is none, nothing happens, and CUDA tensors take PyTorch's own ops; where it can't be loaded, a warning says
-// why.
+// there is none, or it can't be loaded, the raw ops are composed of PyTorch's (composed/), and a warning says why.
 void load_cuda_library();
 
 }  // namespace tsmem

@@ -40,7 +40,9 @@ at::Generator generator_at(const Tensor& state, at::Device device) {
 }
 
 bool draws_again(const Tensor& x) {
-  return (x.is_cpu() || x.is_cuda()) && !x.key_set().has(c10::DispatchKey::Python) && graph_offset(x) < 0;
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_move_counter", "");
+  if (x.key_set().has(c10::DispatchKey::Python)) return false;
+  return x.is_cpu() || (x.is_cuda() && graph_offset(x) < 0 && op.hasKernelForDispatchKey(c10::DispatchKey::CUDA));
 }
 
 Tensor pack_positive(const Tensor& x) {

@@ -40,29 +40,6 @@ Tensor call_backward(const Tensor& grad, const Tensor& position, IntArrayRef spa
   return op.call(grad, position, space, w.kernel, w.stride, w.padding, w.dilation, channels_last);
 }
 
-// The same backward out of differentiable ATen calls, for create_graph: positions become indices into the flattened
-// input.
-Tensor differentiable_backward(const Tensor& grad, const Tensor& position, IntArrayRef space, const Windows& w) {
-  Tensor rest = position.to(at::kLong), index = at::zeros_like(rest);
-  const auto axes = make_axes(space, w);
-  int64_t step = 1;
-  for (size_t i = axes.size(); i-- > 0;) {
-    std::vector<int64_t> shape(axes.size(), 1);
-    shape[i] = static_cast<int64_t>(axes[i].start.size());
-    // On the device: a copy from here would wait for it.
-    const Tensor place = at::arange(shape[i], rest.options()).view(shape);
-    const Tensor start =
-        w.kernel.empty() ? (place * space[i]).floor_divide(shape[i]) : place * axes[i].stride - w.padding[i];
-    const Tensor k = rest.remainder(axes[i].window);
-    index = index + (start + k * axes[i].dilation) * step;
-    rest = rest.floor_divide(axes[i].window);
-    step *= space[i];
-  }
-  return at::zeros({grad.size(0), grad.size(1), step}, grad.options())
-      .scatter_add(2, index.flatten(2), grad.flatten(2))
-      .view(with_space(grad, space));
-}
-
 struct MaxPool : Function<MaxPool> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Windows& w) {
     ctx->set_materialize_grads(false);
@@ -89,7 +66,7 @@ struct MaxPool : Function<MaxPool> {
     const Tensor position = unpack(ctx->get_saved_variables()[0], static_cast<int>(data["bits"].toInt()), grad.sizes(),
                                    ints("strides"), at::kByte);
     const auto space = ints("space");
-    return {needs_grad(grad) ? differentiable_backward(grad, position, space, w)
+    return {needs_grad(grad) ? gradient_at(indices_of(position, space, w), grad, space)
                              : call_backward(grad, position, space, w, data["channels_last"].toBool()),
             Tensor()};
   }

@@ -105,9 +105,11 @@ std::array<at::Tensor, 3> group_norm_backward(const at::Tensor& grad, const at::
                                               const OptTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
                                               const Act& act, std::array<bool, 3> want, bool overwrite);
 
-// The layout in which aten::group_norm calls its kernel: channels_last is the CPU's alone.
+// The layout in which aten::group_norm calls its kernel: channels_last is for the CPU, and for devices of others
+// (group_norm.cpp).
 inline at::MemoryFormat group_format(const at::Tensor& x) {
-  return x.is_cuda() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
+  const bool any = x.is_cpu() || x.is_meta() || x.is_privateuseone();
+  return any ? x.suggest_memory_format() : at::MemoryFormat::Contiguous;
 }
 
 // What a norm's backward asks of forward beside the tensors: saved with the node, and with `grad` as far as it is

@@ -14,9 +14,10 @@ inline at::ScalarType position_type(int64_t volume) {
   return volume <= 256 ? at::kByte : volume <= 65536 ? at::kUInt16 : at::kUInt32;
 }
 
-// In which a position is kept. On CUDA it stays as the kernels write it.
+// In which a position is kept. On a device it stays as it was written.
 inline int position_bits(int64_t volume, const at::Tensor& x) {
-  return x.is_cuda() || position_type(volume) != at::kByte ? 8 : bits_for(volume);
+  const bool packed = (x.is_cpu() || x.is_meta()) && position_type(volume) == at::kByte;
+  return packed ? bits_for(volume) : 8;
 }
 
 // PyTorch sees a 1-d pool as a 2-d one of height 1, also where it looks for channels_last.

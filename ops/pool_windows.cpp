@@ -39,4 +39,44 @@ int64_t volume_of(const std::vector<Axis>& axes) {
 
 at::ScalarType position_type(const std::vector<Axis>& axes) { return tsmem::position_type(volume_of(axes)); }
 
+// Where each window of an axis begins. Made on the device: a copy from here would wait for it.
+static at::Tensor starts_of(size_t axis, at::IntArrayRef space, const Windows& w, const at::TensorOptions& options) {
+  std::vector<int64_t> shape(space.size(), 1);
+  shape[axis] = w.out[axis];
+  const at::Tensor place = at::arange(w.out[axis], options).view(shape);
+  return w.kernel.empty() ? (place * space[axis]).floor_divide(w.out[axis]) : place * w.stride[axis] - w.padding[axis];
+}
+
+at::Tensor indices_of(const at::Tensor& positions, at::IntArrayRef space, const Windows& w) {
+  at::Tensor rest = positions.to(at::kLong), index = at::zeros_like(rest);
+  const auto axes = make_axes(space, w);
+  int64_t step = 1;
+  for (size_t i = axes.size(); i-- > 0;) {
+    const at::Tensor k = rest.remainder(axes[i].window);
+    index = index + (starts_of(i, space, w, rest.options()) + k * axes[i].dilation) * step;
+    rest = rest.floor_divide(axes[i].window);
+    step *= space[i];
+  }
+  return index;
+}
+
+at::Tensor positions_of(const at::Tensor& indices, at::IntArrayRef space, const Windows& w) {
+  at::Tensor rest = indices, position = at::zeros_like(rest);
+  const auto axes = make_axes(space, w);
+  int64_t step = 1;
+  for (size_t i = axes.size(); i-- > 0;) {
+    const at::Tensor from_start = rest.remainder(space[i]) - starts_of(i, space, w, rest.options());
+    position = position + from_start.floor_divide(axes[i].dilation) * step;
+    rest = rest.floor_divide(space[i]);
+    step *= axes[i].window;
+  }
+  return position;
+}
+
+at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space) {
+  return at::zeros({grad.size(0), grad.size(1), c10::multiply_integers(space)}, grad.options())
+      .scatter_add(2, indices.flatten(2), grad.flatten(2))
+      .view(with_space(grad, space));
+}
+
 }  // namespace tsmem

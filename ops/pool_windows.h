@@ -33,4 +33,12 @@ int64_t volume_of(const std::vector<Axis>& axes);
 // Of the positions in the windows.
 at::ScalarType position_type(const std::vector<Axis>& axes);
 
+// Where in the flattened space each of these positions in windows is, and the other way round. [batch, channels,
+// w.out...] of integers, in int64; by PyTorch's operators, on any device.
+at::Tensor indices_of(const at::Tensor& positions, at::IntArrayRef space, const Windows& w);
+at::Tensor positions_of(const at::Tensor& indices, at::IntArrayRef space, const Windows& w);
+
+// The gradient of the input from these indices: differentiable. [batch, channels, space...]
+at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space);
+
 }  // namespace tsmem

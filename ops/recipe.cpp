@@ -21,8 +21,9 @@ constexpr size_t kPart = 4;
 constexpr int64_t kNear = 16;
 
 std::optional<c10::Stream> stream_of(const Tensor& t) {
-  if (!t.is_cuda()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
+  const auto device = t.device();
+  if (device.is_cpu() || device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type())) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 static const void* memory_of(const Tensor& t) { return t.has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr; }

@@ -2,6 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "composed/composed.h"
+
 namespace tsmem {
 namespace {
 
@@ -60,7 +62,14 @@ TORCH_LIBRARY_FRAGMENT(tsmem, m) {
   register_rnn_meta(m);
   register_scale_grad_cpu(m);
   register_shape_ops(m);
-  register_vmap(m);  // last: it names the others' schemas
+  register_vmap(m);  // it names the others' schemas
+  // CUDA's are composed where its library isn't there (cuda_library.cpp).
+  using c10::DispatchKey;
+  for (const auto key : {DispatchKey::XPU, DispatchKey::HPU, DispatchKey::MPS, DispatchKey::PrivateUse1})
+    composed::register_all(m, key);
+  for (const auto key :
+       {DispatchKey::AutocastXPU, DispatchKey::AutocastHPU, DispatchKey::AutocastMPS, DispatchKey::AutocastPrivateUse1})
+    composed::refuse_autocast(m, key);
 }
 
 }  // namespace

@@ -268,7 +268,8 @@ void SavedTensors::by_rows(size_t slot, const std::function<void(int64_t, const 
   const Below below;
   int64_t rows = 0;
   const MakeRows make = rows_of(recipe, leaves_.data(), places_[slot], user_, &rows);
-  const bool cpu = leaves_[first_[slot]].is_cpu();
+  const bool cpu =
+      std::none_of(leaves_.begin(), leaves_.end(), [](const Tensor& t) { return t.defined() && !t.is_cpu(); });
   const int64_t bytes = recipe->columns * 4;
   const int64_t block =
       cpu ? std::max(kBlockRows, kBlockBytes / bytes) : std::max(kDeviceBlockRows, kDeviceBlockBytes / bytes);

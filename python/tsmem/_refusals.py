@@ -1,4 +1,5 @@
-"""Graphs that run as they are: autograd is not told of what is written to a tensor's .data, and would make its values again from the new ones."""
+"""Graphs that run as they are: autograd is not told of what is written to a tensor's .data, and would make its values again from the new ones; and
+what autocast casts on devices other than the CPU and CUDA is not known here."""
 import operator
 from typing import Dict, Optional
 
@@ -6,7 +7,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._borders import inner, inside_transforms, is_plain
+from ._borders import AUTOCAST, inner, inside_transforms, is_plain
 from ._error import Error
 from ._graph import DATA
 from ._writes import name_of, overwritten
@@ -24,9 +25,18 @@ def _is_new(tensor: fx.Node) -> bool:
     return tensor.op == "placeholder" or getattr(tensor.target, "overloadpacket", None) in _NEW
 
 
+def _autocast_elsewhere(gm: fx.GraphModule) -> Optional[str]:
+    """The device other than these two that autocast is on for, around the graph or in it."""
+    others = ("xpu", "hpu", "mps", torch._C._get_privateuse1_backend_name())
+    entered = [n.args[0] for n in inner(gm) if n.target is AUTOCAST[0]]
+    return next((d for d in others if d in entered or torch.is_autocast_enabled(d)), None)
+
+
 def why_it_stays(gm: fx.GraphModule) -> Optional[str]:
     """Why all of the graph runs as it is: `x.data = y` changes what may be recomputed, which autograd is not told; of what is overwritten
-    inside a transform of torch.func nobody knows whose memory it is."""
+    inside a transform of torch.func nobody knows whose memory it is; and autocast has lists of its own for each device."""
+    if device := _autocast_elsewhere(gm):
+        return f"autocast is on for {device}, and tsmem knows that of the CPU and of CUDA alone"
     for node in inside_transforms(gm):
         if any(overwritten(node)):
             return f"{name_of(node)} overwrites a tensor inside a transform of torch.func"
