@@ -4,6 +4,8 @@
 // in the order of memory, tells which. Where a later op keeps the output of relu or of leaky_relu in place (a
 // convolution its input), that tells it too, and takes the mask's place. The others keep the input, or what it is made
 // from; sigmoid and tanh, as PyTorch's, the output.
+#include <ATen/autocast_mode.h>
+
 #include <mutex>
 
 #include "act_table.h"
@@ -203,6 +205,11 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   }
   if (act.kind == ActKind::identity) return self.clone();  // the schema promises a tensor that aliases nothing
   const bool fits = self.numel() != 0 && plain(self), grad = needs_grad(self);
+  if (fits && !in_place && autocast_casts(self, act)) {
+    const auto device = self.device().type();
+    c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    return tsmem::act(cast_for_autocast(at::kFloat, self, device, recompute), name, args, recompute, in_place);
+  }
   const bool smooth_ours =
       fits && RecomputeArgument(recompute).offered() && smooth(act.kind) && !autocast_casts(self, act);
   const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);

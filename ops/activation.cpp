@@ -89,11 +89,11 @@ bool autocast_casts(const at::Tensor& x, const Act& act) {
   const auto device = x.device().type();
   if (info_of(act.kind).scripted_in_float && low_precision(x) && scripted_autocast(device)) return true;
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+  if (c10::impl::tls_is_dispatch_key_excluded(key)) return false;
   bool casts = false;
   with_row(act.kind, [&](auto row) {
-    if constexpr (row.saves != ActSaves::nothing)
-      casts = operator_of<decltype(row)>("").hasKernelForDispatchKey(
-          at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    if constexpr (row.saves != ActSaves::nothing) casts = operator_of<decltype(row)>("").hasKernelForDispatchKey(key);
   });
   return casts;
 }

@@ -25,7 +25,7 @@ Tensor add(const Tensor& self, const Tensor& other, const at::Scalar& alpha, int
   if (in_place == kFirst && !same_in_place(self, other)) return self.clone().add_(other, alpha);
   if (in_place == kSecond && !same_in_place(other, self)) return other.clone().add_(self);  // alpha is 1 there
   const bool is_new = makes_new(in_place);
-  const Tensor a = is_new ? as_scripted(self) : self, b = is_new ? as_scripted(other) : other;
+  const Tensor a = is_new ? as_scripted(self, recompute) : self, b = is_new ? as_scripted(other, recompute) : other;
   const Tensor sum = in_place == kNewFromSecond ? at::add(b, a) : at::add(a, b, alpha);
   const Tensor out = in_target_strides(sum, self, other, in_place);
   if (needs_grad(a, b) && alike(a, b))
@@ -78,7 +78,7 @@ Tensor mul(const Tensor& self, const Tensor& other, int64_t recompute, int64_t i
   if (in_place == kFirst && !same_in_place(self, other)) return self.clone().mul_(other);
   if (in_place == kSecond && !same_in_place(other, self)) return other.clone().mul_(self);
   const bool is_new = makes_new(in_place);
-  const Tensor a = is_new ? as_scripted(self) : self, b = is_new ? as_scripted(other) : other;
+  const Tensor a = is_new ? as_scripted(self, recompute) : self, b = is_new ? as_scripted(other, recompute) : other;
   const bool from_second = in_place == kNewFromSecond;
   const Tensor &first = from_second ? b : a, &second = from_second ? a : b;
   const bool ours = needs_grad(a, b) && alike(a, b);

@@ -41,6 +41,8 @@ struct Product : Function<Product> {
     data["alpha"] = by.alpha;
     data["beta"] = by.beta;
     if (self) data["self"] = self->sizes();
+    data["a_by_columns"] = a.dim() == 2 && by_columns(a);
+    data["b_by_columns"] = a.dim() == 2 && by_columns(b);
     return product(self, a, b, by, a.dim() == 3);
   }
 
@@ -55,16 +57,27 @@ struct Product : Function<Product> {
       if (grad.dim() == 3)
         g[1] = kept[0].transpose(1, 2).bmm(grad);
       else
-        kept.by_rows(0, [&](int64_t first, const Tensor& a) {
-          const Tensor some = grad.narrow(0, first, a.size(0));
-          g[1] = g[1].defined() ? g[1].addmm_(a.t(), some) : a.t().mm(some);
-        });
+        g[1] = of_second(kept, grad, data["b_by_columns"].toBool());
       g[1] = times(g[1], alpha);
     }
     if (data.count("self") && ctx->needs_input_grad(2))
       g[2] = times(grad.sum_to_size(data["self"].toIntVector()), data["beta"].toScalar());
-    if (ctx->needs_input_grad(0)) g[0] = times(at::matmul(grad, kept[1].transpose(-2, -1)), alpha);
+    if (ctx->needs_input_grad(0)) {
+      const Tensor b = kept[1];
+      g[0] = times(data["a_by_columns"].toBool() ? b.mm(grad.t()).t() : at::matmul(grad, b.transpose(-2, -1)), alpha);
+    }
     return g;
+  }
+
+  // The gradient of the second of two matrices, some rows of the first at a time.
+  static Tensor of_second(const SavedTensors& kept, const Tensor& grad, bool by_columns) {
+    Tensor g;
+    kept.by_rows(0, [&](int64_t first, const Tensor& a) {
+      const Tensor some = grad.narrow(0, first, a.size(0));
+      const Tensor &left = by_columns ? some : a, &right = by_columns ? a : some;
+      g = g.defined() ? g.addmm_(left.t(), right) : left.t().mm(right);
+    });
+    return by_columns ? g.t() : g;
   }
 };
 
@@ -103,19 +116,19 @@ template <c10::DeviceType device>
 struct Autocast {
   const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
   c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
-  Tensor cast(const Tensor& t) const { return cast_for_autocast(low, t, device); }
+  Tensor cast(const Tensor& t, int64_t recompute) const { return cast_for_autocast(low, t, device, recompute); }
 
   template <int64_t dims>
   static Tensor multiply(const Tensor& a, const Tensor& b, int64_t recompute) {
     const Autocast c;
-    return tsmem::multiply<dims>(c.cast(a), c.cast(b), recompute);
+    return tsmem::multiply<dims>(c.cast(a, recompute), c.cast(b, recompute), recompute);
   }
   template <int64_t dims>
   static Tensor multiply_add(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
                              const Scalar& alpha, int64_t recompute) {
     const Autocast c;
-    return tsmem::multiply_add<dims>(at::autocast::cached_cast(c.low, self, device), c.cast(a), c.cast(b), beta, alpha,
-                                     recompute);
+    return tsmem::multiply_add<dims>(at::autocast::cached_cast(c.low, self, device), c.cast(a, recompute),
+                                     c.cast(b, recompute), beta, alpha, recompute);
   }
 };
 

@@ -216,8 +216,16 @@ struct Matmul : Function<Matmul> {
     keeper.save(ctx);
     ctx->saved_data["a"] = a.sizes();
     ctx->saved_data["b"] = b.sizes();
+    ctx->saved_data["a_by_columns"] = a.dim() == 2 && by_columns(a);
+    ctx->saved_data["b_by_columns"] = b.dim() == 2 && by_columns(b);
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
     return product((*factors)[0], (*factors)[1]);
+  }
+
+  // The gradient of one matrix by which all images were multiplied: not one product an image.
+  static Tensor of_matrix(const Tensor& a, const Tensor& grad, bool by_columns) {
+    const Tensor rows = a.reshape({-1, a.size(-1)}), grads = grad.reshape({-1, grad.size(-1)});
+    return by_columns ? grads.t().mm(rows).t() : rows.t().mm(grads);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -230,12 +238,14 @@ struct Matmul : Function<Matmul> {
     // products then round differently from PyTorch's.
     if (ctx->needs_input_grad(1)) {
       const Tensor a = copied_by_aten(kept[0], b_sizes.size() == 2);
-      g[1] = b_sizes.size() == 2
-                 ? a.reshape({-1, a.size(-1)}).t().mm(grad.reshape({-1, grad.size(-1)}))  // not one product an image
-                 : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
+      g[1] = b_sizes.size() == 2 ? of_matrix(a, grad, ctx->saved_data["b_by_columns"].toBool())
+                                 : at::matmul(a.transpose(-2, -1), grad).sum_to_size(b_sizes);
     }
-    if (ctx->needs_input_grad(0))
-      g[0] = product(grad, copied_by_aten(kept[1], false).transpose(-2, -1)).sum_to_size(a_sizes);
+    if (ctx->needs_input_grad(0)) {
+      const Tensor b = copied_by_aten(kept[1], false);
+      g[0] = ctx->saved_data["a_by_columns"].toBool() ? b.mm(grad.t()).t()
+                                                      : product(grad, b.transpose(-2, -1)).sum_to_size(a_sizes);
+    }
     return g;
   }
 };
@@ -331,23 +341,27 @@ Tensor drawing_attention(const Tensor& q, const Tensor& k, const Tensor& v, cons
 
 template <c10::DeviceType device>
 struct Autocast {
+  const int64_t recompute;
   const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
   c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
-  Tensor cast(const Tensor& t, at::ScalarType to) const { return at::autocast::cached_cast(to, t, device); }
+  template <class T>
+  T cast(const T& t, at::ScalarType to) const {
+    return cast_for_autocast(to, t, device, recompute);
+  }
 
   static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask, double dropout_p,
                           bool causal, std::optional<double> scale, bool gqa, int64_t recompute) {
-    const Autocast a;
-    return tsmem::attention(a.cast(q, a.low), a.cast(k, a.low), a.cast(v, a.low),
-                            at::autocast::cached_cast(a.low, mask, device), dropout_p, causal, scale, gqa, recompute);
+    const Autocast a{recompute};
+    return tsmem::attention(a.cast(q, a.low), a.cast(k, a.low), a.cast(v, a.low), a.cast(mask, a.low), dropout_p,
+                            causal, scale, gqa, recompute);
   }
   static Tensor matmul(const Tensor& x, const Tensor& y, int64_t recompute) {
-    const Autocast a;
-    return tsmem::matmul(cast_for_autocast(a.low, x, device), cast_for_autocast(a.low, y, device), recompute);
+    const Autocast a{recompute};
+    return tsmem::matmul(a.cast(x, a.low), a.cast(y, a.low), recompute);
   }
   // CUDA's autocast runs it in float32, the CPU's leaves it alone.
   static Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype, int64_t recompute) {
-    const Autocast a;
+    const Autocast a{recompute};
     return tsmem::softmax(device == at::kCUDA && !dtype ? a.cast(x, at::kFloat) : x, dim, dtype, recompute);
   }
 };

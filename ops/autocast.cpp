@@ -18,7 +18,7 @@ namespace {
 using at::IValue;
 using at::Tensor;
 
-// Autocast's thread-local state, for as long as this lives.
+// Autocast's thread-local state, by eager mode's lists, for as long as this lives.
 class Autocast {
  public:
   Autocast(const std::vector<Tensor>& tensors, at::ScalarType dtype) {
@@ -30,12 +30,14 @@ class Autocast {
       at::autocast::set_autocast_enabled(d, true);
       at::autocast::set_autocast_dtype(d, dtype);
     }
+    eager_before_ = follow_eager_autocast(true);
     at::autocast::increment_nesting();
     // Casts of weights are shared by the ops of one call alone: an autocast around may last while weights, grad mode or
     // dtype change.
     at::autocast::clear_cache();
   }
   ~Autocast() {
+    follow_eager_autocast(eager_before_);
     at::autocast::decrement_nesting();
     at::autocast::clear_cache();
     for (const Before& b : before_) {
@@ -53,6 +55,7 @@ class Autocast {
     at::ScalarType dtype;
   };
   std::vector<Before> before_;
+  bool eager_before_;
 };
 
 IValue autocast(const IValue& self, const std::string& method, const IValue& arguments, const std::string& dtype) {
@@ -66,7 +69,6 @@ IValue autocast(const IValue& self, const std::string& method, const IValue& arg
   IValue result;
   {
     const Autocast guard(tensors, to);
-    const EagerAutocast lists;
     result = call(self, method, arguments);
   }
   if (std::none_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.scalar_type() == at::kFloat; }))

@@ -34,9 +34,10 @@ struct Op : torch::CustomClassHolder {
         derivative(derivative_of(r.full_name())),
         hacked_twin(r.overload() == "Tensor_hacked_twin"),
         original(aten(std::string(r.name()), hacked_twin ? "Tensor" : std::string(r.overload()))),
-        listed(pieces()               ? aten("cat", "")
-               : r.name() == "square" ? aten("pow", "Tensor_Scalar")
-                                      : original) {
+        listed(pieces()                ? aten("cat", "")
+               : r.name() == "square"  ? aten("pow", "Tensor_Scalar")
+               : r.overload() == "vec" ? aten(std::string(r.name()), "")
+                                       : original) {
     if (!r.in_place || !r.schema.substr(r.full_name().size()).starts_with("(Tensor"))
       return;                            // a number isn't written to
     std::string overload(r.overload());  // pow_.Scalar is pow.Tensor_Scalar's
@@ -49,6 +50,8 @@ struct Op : torch::CustomClassHolder {
   c10::OperatorHandle original;
   c10::OperatorHandle listed;  // what autocast's lists name: of an operator that composes others, one of these
   std::optional<c10::OperatorHandle> overwriting;
+  // The argument that says the result's dtype: with it autocast leaves the operands alone.
+  std::optional<int> dtype_at() const { return original.schema().argumentIndexWithName("dtype"); }
   // A cast reads the dtype of other operands alone.
   bool cast() const { return row.name() == "type_as"; }
   // A list's tensors put together: keeping them costs no more than keeping the result.
@@ -257,13 +260,15 @@ struct Kernel : c10::OperatorKernel {
     const auto key = autocast_key(device);
     if (!in_place) {
       if (op->row.scripted == Scripted::float32)
-        for (Tensor& t : tensors) t = as_scripted(t);
-      if (key && op->listed.hasKernelForDispatchKey(*key)) {
+        for (Tensor& t : tensors) t = as_scripted(t, recompute);
+      const auto asked = op->dtype_at();
+      const bool has_dtype = asked && !call->arguments[*asked].isNone();
+      if (key && !has_dtype && op->listed.hasKernelForDispatchKey(*key)) {
         if (op->promotes(device)) {
           if (!promoted(tensors, device)) return call->run(tensors);
         } else {
           for (Tensor& t : tensors)
-            if (t.defined()) t = at::autocast::cached_cast(at::kFloat, t, device);
+            if (t.defined()) t = cast_for_autocast(at::kFloat, t, device, recompute);
         }
       }
     }

@@ -40,26 +40,40 @@ struct State {
     at::ScalarType dtype;
   };
   std::vector<Autocast> autocast;
-  bool autocast_cache = true;
+  bool autocast_cache = true, eager_autocast = false;
 
-  // CUDA's generators as far as the tensors lie there, other than under the capture of a graph, where there is no state
-  // to go back to.
+  // Of the CPU, and of the devices where the tensors lie.
   static State now(const std::vector<Tensor>& tensors) {
     State s;
-    std::vector<at::Device> devices{at::kCPU};
-    for (const Tensor& t : tensors)
-      if (t.is_cuda() && std::find(devices.begin(), devices.end(), t.device()) == devices.end() && graph_offset(t) < 0)
-        devices.push_back(t.device());
-    for (const at::Device& d : devices) {
-      at::Generator g = at::globalContext().defaultGenerator(d);
-      std::lock_guard<std::mutex> lock(g.mutex());
-      s.generators.emplace_back(d, g.get_state());
+    s.add_generator(at::kCPU);
+    s.add_autocast(at::kCPU);
+    std::vector<at::Device> seen{at::kCPU};
+    for (const Tensor& t : tensors) {
+      if (!t.defined() || t.is_meta() || std::find(seen.begin(), seen.end(), t.device()) != seen.end()) continue;
+      seen.push_back(t.device());
+      // Under the capture of a CUDA graph there is no state to go back to.
+      if (!t.is_cuda() || graph_offset(t) < 0) s.add_generator(t.device());
+      s.add_autocast(t.device().type());
     }
-    for (auto device : {at::kCPU, at::kCUDA})
-      s.autocast.push_back(
-          {device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
     s.autocast_cache = at::autocast::is_autocast_cache_enabled();
+    s.eager_autocast = follows_eager_autocast();
     return s;
+  }
+
+  void add_generator(at::Device device) {
+    at::Generator g;
+    try {
+      g = at::globalContext().defaultGenerator(device);
+    } catch (const c10::Error&) {
+      return;  // a device without one draws from the CPU's
+    }
+    std::lock_guard<std::mutex> lock(g.mutex());
+    generators.emplace_back(device, g.get_state());
+  }
+
+  void add_autocast(at::DeviceType device) {
+    if (at::autocast::is_autocast_available(device))
+      autocast.push_back({device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
   }
 
   void set() const {
@@ -73,6 +87,7 @@ struct State {
       at::autocast::set_autocast_dtype(a.device, a.dtype);
     }
     at::autocast::set_autocast_cache_enabled(autocast_cache);
+    follow_eager_autocast(eager_autocast);
   }
 };
 

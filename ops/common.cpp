@@ -22,8 +22,8 @@ thread_local bool eager_autocast = false;
 
 }  // namespace
 
-EagerAutocast::EagerAutocast() : before_(eager_autocast) { eager_autocast = true; }
-EagerAutocast::~EagerAutocast() { eager_autocast = before_; }
+bool follows_eager_autocast() { return eager_autocast; }
+bool follow_eager_autocast(bool whether) { return std::exchange(eager_autocast, whether); }
 
 bool scripted_autocast(at::DeviceType device) {
   return !eager_autocast && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&

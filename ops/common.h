@@ -31,16 +31,12 @@ inline bool low_precision(const at::Tensor& t) {
   return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf;
 }
 
-// While this lives in a thread, its ops follow eager mode's lists.
-struct EagerAutocast {
-  EagerAutocast();
-  ~EagerAutocast();
-  EagerAutocast(const EagerAutocast&) = delete;
-  EagerAutocast& operator=(const EagerAutocast&) = delete;
+// Whether this thread's ops follow eager mode's lists under autocast. What sets it puts back what it returns.
+bool follows_eager_autocast();
+bool follow_eager_autocast(bool whether);
 
- private:
-  bool before_;
-};
+// Whether the columns of the matrices in t are what lies together in memory: the gradient of such a factor does so too.
+inline bool by_columns(const at::Tensor& t) { return t.stride(-2) == 1 && t.stride(-1) == t.size(-2); }
 
 // Which operand of a sum or product the original writes to: its dtype, sizes and strides are the result's, and
 // TorchScript's autocast leaves the operands alone. A new result has its strides from the operand that the original

@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "common.h"
+#include "recompute.h"
 #include "registration.h"
 
 namespace tsmem {
@@ -55,7 +56,10 @@ Tensor composed_act(const Tensor& self, c10::string_view name, int64_t recompute
       f.cast_on_cuda && self.is_cuda() && low_precision(self) && at::autocast::is_autocast_enabled(at::kCUDA);
   const bool as_is = in_place == kFirst || (in_place == kSecond && f.half_within);
   if (as_is && autocast_casts(self, parse_act(f.act, {}))) return f.spelled_out(self);  // `act` would make it float32
-  return act.call(cast ? self.to(at::kFloat) : as_is ? self : as_scripted(self), f.act, {}, recompute, false);
+  const Tensor x = cast    ? cast_for_autocast(at::kFloat, self, at::kCUDA, recompute)
+                   : as_is ? self
+                           : as_scripted(self, recompute);
+  return act.call(x, f.act, {}, recompute, false);
 }
 
 }  // namespace

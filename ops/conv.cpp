@@ -402,7 +402,8 @@ struct Lower<op, device> {
   static Tensor call(const Tensor& input, const Tensor& weight, const OptTensor& bias, Rest... rest) {
     c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
-    return op(at::autocast::cached_cast(to, input, device), cast_for_autocast(to, weight, device),
+    const int64_t recompute = std::get<sizeof...(Rest) - 1>(std::tie(rest...));
+    return op(cast_for_autocast(to, input, device, recompute), cast_for_autocast(to, weight, device),
               at::autocast::cached_cast(to, bias, device), rest...);
   }
 };

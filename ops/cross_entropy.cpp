@@ -130,12 +130,6 @@ struct CrossEntropy : Function<CrossEntropy> {
   }
 };
 
-// Elsewhere than on the CPU, autocast treats the two operators that PyTorch's is made of each in its own way.
-bool split_by_autocast(const Tensor& x) {
-  const auto device = x.device().type();
-  return !x.is_cpu() && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
-}
-
 // Whether the input in place of its log_softmax takes no more memory: it may be a view of something larger.
 bool small_enough(const Tensor& x) { return costs_nothing(x) || x.storage().nbytes() <= x.nbytes() + x.nbytes() / 4; }
 
@@ -148,7 +142,7 @@ Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64
   };
   const bool ours = needs_grad(x) && plain(x) && x.numel() > 0 && fits() && target.scalar_type() == at::kLong &&
                     target.device() == x.device() && label_smoothing == 0 && reduction >= at::Reduction::None &&
-                    reduction <= at::Reduction::Sum && !split_by_autocast(x) && as_rows(x).defined() &&
+                    reduction <= at::Reduction::Sum && as_rows(x).defined() &&
                     (!w || (plain(*w) && !w->requires_grad() && w->dim() == 1 && w->size(0) == x.size(1) &&
                             w->scalar_type() == x.scalar_type() && w->device() == x.device())) &&
                     small_enough(x);
@@ -156,12 +150,14 @@ Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64
   return CrossEntropy::apply(x, target, w, Loss{reduction, ignore_index});
 }
 
-// The CPU's autocast runs it in float32, and so does TorchScript's.
-Tensor autocast_on_cpu(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
-                       int64_t ignore_index, double label_smoothing) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCPU);
-  return run(at::autocast::cached_cast(at::kFloat, x, at::kCPU), target,
-             at::autocast::cached_cast(at::kFloat, weight, at::kCPU), reduction, ignore_index, label_smoothing);
+// Autocast runs it in float32: itself on the CPU's list and TorchScript's, both of its parts on CUDA's. The logits are
+// kept as they came.
+template <c10::DeviceType device>
+Tensor run_autocast(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
+                    int64_t ignore_index, double label_smoothing) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  return run(cast_for_autocast(at::kFloat, x, device, Recompute::shared), target,
+             cast_for_autocast(at::kFloat, weight, device), reduction, ignore_index, label_smoothing);
 }
 
 }  // namespace
@@ -171,7 +167,8 @@ void register_cross_entropy(torch::Library& m) {
       "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0) -> Tensor",
       TORCH_FN(run));
-  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_on_cpu));
+  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(run_autocast<c10::DeviceType::CPU>));
+  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCUDA, TORCH_FN(run_autocast<c10::DeviceType::CUDA>));
 }
 
 }  // namespace tsmem

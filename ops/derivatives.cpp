@@ -112,13 +112,14 @@ Tensor extremes(Call c) {
   return unreduced(c.grad, dims, keepdim, dim) * taken / (all ? taken.sum() : taken.sum(dims.toIntVector(), true));
 }
 
-// The two-norm, 0 where it is 0.
+// The two-norm, 0 where it is 0. By the gradient last, as PyTorch's: the quotient of a small one and the norm may be 0
+// in half precision.
 Tensor norm(Call c, size_t dims) {
   const auto dim = static_cast<int64_t>(c.sizes.size());
   const bool keepdim = c.arguments[dims + 1].toBool();
   const Tensor result = unreduced(c.result(), c.arguments[dims], keepdim, dim);
   const Tensor grad = unreduced(c.grad, c.arguments[dims], keepdim, dim);
-  return c[0] * (grad / result).masked_fill(result == 0, 0);
+  return grad * (c[0] / result.masked_fill(result == 0, std::numeric_limits<double>::infinity()));
 }
 
 bool two_norm(const Arguments& a) { return a[1].isNone() || a[1].toScalar().toDouble() == 2; }

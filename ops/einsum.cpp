@@ -279,7 +279,7 @@ Tensor einsum_autocast(c10::string_view equation, at::TensorList tensors, at::Op
   const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(cuda));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(cuda);
   std::vector<Tensor> cast;
-  for (const Tensor& t : tensors) cast.push_back(cast_for_autocast(to, t, cuda));
+  for (const Tensor& t : tensors) cast.push_back(cast_for_autocast(to, t, cuda, recompute));
   return einsum(equation, cast, path, recompute);
 }
 

@@ -74,7 +74,7 @@ Tensor group_norm_act(const Tensor& input, int64_t groups, const OptTensor& weig
                       bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
                       RecomputeArgument recompute) {
   const Act act = parse_act(name, args);
-  const Tensor x = as_scripted(input);
+  const Tensor x = as_scripted(input, recompute);
   const auto of = [](const OptTensor& t) { return t && t->defined() ? OptTensor(as_scripted(*t)) : OptTensor(); };
   const OptTensor weight = of(weight_), bias = of(bias_);
   const auto by_pytorch = [&] { return aten_act(at::group_norm(x, groups, weight, bias, eps, cudnn_enabled), act); };
@@ -112,8 +112,9 @@ Tensor group_norm_act_autocast(const Tensor& input, int64_t groups, const OptTen
                                double eps, bool cudnn_enabled, c10::string_view name, at::ArrayRef<double> args,
                                int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
-  const auto cast = [](const auto& t) { return at::autocast::cached_cast(at::kFloat, t, at::kCUDA); };
-  return group_norm_act(cast(input), groups, cast(weight), cast(bias), eps, cudnn_enabled, name, args, recompute);
+  const auto cast = [](const auto& t, int64_t again = 0) { return cast_for_autocast(at::kFloat, t, at::kCUDA, again); };
+  return group_norm_act(cast(input, recompute), groups, cast(weight), cast(bias), eps, cudnn_enabled, name, args,
+                        recompute);
 }
 
 }  // namespace

@@ -15,9 +15,6 @@ using torch::autograd::variable_list;
 
 Tensor product(const Tensor& a, const Tensor& b, const OptTensor& ends) { return at::_grouped_mm(a, b, ends); }
 
-// Whether the columns of the matrices in t are what lies together in memory: such a factor's gradient does so too.
-bool by_columns(const Tensor& t) { return t.stride(-2) == 1 && t.stride(-1) == t.size(-2); }
-
 Tensor transposed(const Tensor& t) { return t.transpose(-2, -1); }
 
 struct Grouped : Function<Grouped> {

@@ -120,14 +120,14 @@ Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, cons
 
 bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
   return needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)) && plain(x) && x.numel() > 0 &&
-         (x.is_cpu() || x.is_cuda() || x.is_meta()) && fits(x, weight) && fits(x, bias);
+         fits(x, weight) && fits(x, bias);
 }
 
 OptTensor as_scripted(const OptTensor& t) { return t ? OptTensor(tsmem::as_scripted(*t)) : t; }
 
 Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                       double eps, bool cudnn_enable, int64_t recompute) {
-  const Tensor x = tsmem::as_scripted(input);
+  const Tensor x = tsmem::as_scripted(input, recompute);
   const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
   const bool shaped = !x.is_nested() && !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
@@ -140,7 +140,7 @@ Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTenso
 
 Tensor group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                   bool cudnn_enabled, RecomputeArgument recompute) {
-  const Tensor x = tsmem::as_scripted(input);
+  const Tensor x = tsmem::as_scripted(input, recompute);
   const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = !x.is_nested() && groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
@@ -162,17 +162,17 @@ template <c10::DeviceType device>
 Tensor layer_norm_autocast(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                            double eps, bool cudnn_enable, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return run_layer_norm(at::autocast::cached_cast(at::kFloat, x, device), shape,
-                        at::autocast::cached_cast(at::kFloat, weight, device),
-                        at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enable, recompute);
+  return run_layer_norm(cast_for_autocast(at::kFloat, x, device, recompute), shape,
+                        cast_for_autocast(at::kFloat, weight, device), cast_for_autocast(at::kFloat, bias, device), eps,
+                        cudnn_enable, recompute);
 }
 template <c10::DeviceType device>
 Tensor group_norm_autocast(const Tensor& x, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                            bool cudnn_enabled, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return run_group_norm(at::autocast::cached_cast(at::kFloat, x, device), groups,
-                        at::autocast::cached_cast(at::kFloat, weight, device),
-                        at::autocast::cached_cast(at::kFloat, bias, device), eps, cudnn_enabled, recompute);
+  return run_group_norm(cast_for_autocast(at::kFloat, x, device, recompute), groups,
+                        cast_for_autocast(at::kFloat, weight, device), cast_for_autocast(at::kFloat, bias, device), eps,
+                        cudnn_enabled, recompute);
 }
 
 }  // namespace

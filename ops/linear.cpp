@@ -101,7 +101,7 @@ template <c10::DeviceType device>
 Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
-  return run(at::autocast::cached_cast(to, input, device), cast_for_autocast(to, weight, device),
+  return run(cast_for_autocast(to, input, device, recompute), cast_for_autocast(to, weight, device),
              at::autocast::cached_cast(to, bias, device), recompute);
 }
 

@@ -99,7 +99,7 @@ template <c10::DeviceType device>
 Tensor run_autocast(const Tensor& self, const Tensor& weight, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
-  return run(at::autocast::cached_cast(to, self, device), cast_for_autocast(to, weight, device), recompute);
+  return run(cast_for_autocast(to, self, device, recompute), cast_for_autocast(to, weight, device), recompute);
 }
 
 }  // namespace

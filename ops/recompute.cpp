@@ -1,6 +1,7 @@
 #include "recompute.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -178,16 +179,37 @@ static bool in_a_graph(const Tensor& leaf) {
   return torch::autograd::impl::try_get_grad_accumulator(leaf) != nullptr;
 }
 
-Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device) {
+// A wider cast is held as what it was made from, which is smaller.
+static void offer_cast(const Tensor& cast, const Tensor& t) {
+  const auto pieces = cast.element_size() > t.element_size() ? Pieces::yes : Pieces::no;
+  offer(
+      cast, {t},
+      [to = cast.scalar_type()](std::vector<Tensor>& from, const std::vector<bool>&) { return from[0].to(to); },
+      Recompute::shared, pieces);
+}
+
+Tensor as_scripted(const Tensor& t, RecomputeArgument recompute) {
+  const Tensor cast = as_scripted(t);
+  if (recompute.offered() && !cast.is_same(t)) offer_cast(cast, t);
+  return cast;
+}
+
+OptTensor cast_for_autocast(at::ScalarType to, const OptTensor& t, at::DeviceType device, RecomputeArgument recompute) {
+  return t && t->defined() ? OptTensor(cast_for_autocast(to, *t, device, recompute)) : t;
+}
+
+Tensor cast_for_autocast(at::ScalarType to, const Tensor& t, at::DeviceType device, RecomputeArgument recompute) {
   // Autocast's cache would hold the casts of all parameters until forward ends, which pays for those alone that are
   // used again: then a graph has them already. Without a graph nothing tells, and it is as PyTorch's.
   const bool recorded = at::GradMode::is_enabled() && t.defined() && t.requires_grad();
   const bool once = recorded && t.is_leaf() && at::autocast::is_eligible(t, device) && !in_a_graph(t);
+  const uint64_t first = at::sequence_number::peek();
   Tensor cast = once ? t.to(to) : at::autocast::cached_cast(to, t, device);
   // The cache may have it from where nothing was recorded.
   if (recorded && !cast.requires_grad()) cast = t.to(to);
-  if (!cast.is_same(t) && t.is_leaf())
-    offer(cast, {t}, [to](std::vector<Tensor>& from, const std::vector<bool>&) { return from[0].to(to); });
+  // A cast that the cache has had may be of numbers that t no longer has: what was offered with it tells.
+  const bool made_now = cast.grad_fn() && cast.grad_fn()->sequence_nr() >= first;
+  if (!cast.is_same(t) && made_now && (t.is_leaf() || recompute.offered())) offer_cast(cast, t);
   return cast;
 }
 

@@ -105,9 +105,15 @@ void keeps_itself(const at::Tensor& output, const at::Tensor& result);
 // Whether the first operand's memory may take the result of an elementwise op on both.
 bool may_overwrite_first(const std::vector<at::Tensor>& operands, const std::vector<bool>& spare);
 
-// Autocast's cast of an operand. That of a parameter is recomputed in backward, where PyTorch keeps a second copy of
-// all weights.
-at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device);
+// Autocast's cast of an operand of an op with this argument. An op that would keep the cast makes it again, as that of
+// a parameter, of which PyTorch keeps a second copy; where the argument offers nothing, that of a parameter alone.
+at::Tensor cast_for_autocast(at::ScalarType to, const at::Tensor& t, at::DeviceType device,
+                             RecomputeArgument recompute = Recompute::off);
+OptTensor cast_for_autocast(at::ScalarType to, const OptTensor& t, at::DeviceType device,
+                            RecomputeArgument recompute = Recompute::off);
+
+// as_scripted(), whose cast is made again where the argument offers it.
+at::Tensor as_scripted(const at::Tensor& t, RecomputeArgument recompute);
 
 // The recipe of a product.
 at::Tensor multiply_again(std::vector<at::Tensor>& operands, const std::vector<bool>& spare);

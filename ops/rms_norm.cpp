@@ -28,12 +28,22 @@ void each_block(const Tensor& matrix, F f) {
 
 Tensor as_matrix(const Tensor& x, int64_t columns) { return x.reshape({-1, columns}); }
 
+// Whether PyTorch has one kernel for it.
+bool fused(const Tensor& x, const OptTensor& weight) {
+  return x.is_cuda() && (!weight || weight->scalar_type() == x.scalar_type());
+}
+
 // The output, and the inverse root of the mean square of each row, [rows, 1]. x: [..., columns in all].
 std::pair<Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
   const auto dtype = acc_type(x.scalar_type());
-  const Tensor rows = as_matrix(x, columns), out = at::empty(x.sizes(), x.options()), to = as_matrix(out, columns);
+  const Tensor rows = as_matrix(x, columns), scale = weight ? weight->reshape({columns}) : Tensor();
+  if (fused(x, weight)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [normal, root] = at::_fused_rms_norm(rows, columns, optional(scale), eps);
+    return {normal.view(x.sizes()), root};
+  }
+  const Tensor out = at::empty(x.sizes(), x.options()), to = as_matrix(out, columns);
   const Tensor inverse = at::empty({rows.size(0), 1}, x.options().dtype(dtype));
-  const Tensor scale = weight ? weight->reshape({columns}) : Tensor();
   each_block(rows, [&](int64_t begin, int64_t end) {
     const Tensor some = rows.slice(0, begin, end).to(dtype);
     const Tensor root = inverse.slice(0, begin, end).copy_(some.pow(2).mean({-1}, /*keepdim=*/true).add_(eps).rsqrt_());
@@ -64,6 +74,7 @@ struct RmsNorm : Function<RmsNorm> {
     auto& data = ctx->saved_data;
     data["columns"] = columns;
     data["eps"] = eps;
+    data["fused"] = fused(x, weight);
     if (weight) data["shape"] = weight->sizes();
     data["dtype"] = dtype_of(weight);
     return out;
@@ -94,6 +105,14 @@ struct RmsNorm : Function<RmsNorm> {
       const auto dtype = inverse.scalar_type();
       const Tensor rows = as_matrix(x, columns), dy = as_matrix(grads[0], columns);
       const Tensor scale = kept[1].defined() ? kept[1].reshape({columns}) : Tensor();
+      if (data["fused"].toBool() && (scale.defined() || !want_weight)) {
+        at::AutoDispatchBelowADInplaceOrView below;
+        const auto [dx, dw] = at::_fused_rms_norm_backward(dy.contiguous(), rows, columns, inverse, optional(scale),
+                                                           std::array<bool, 2>{want_x, want_weight});
+        if (want_x) result[0] = dx.view(x.sizes());
+        if (want_weight) result[1] = dw.view(data["shape"].toIntVector());
+        return result;
+      }
       if (want_x) g[0] = overwrite ? grads[0] : at::empty(x.sizes(), x.options());
       const Tensor dx = want_x ? as_matrix(g[0], columns) : Tensor();
       if (want_weight) g[1] = at::zeros({columns}, inverse.options());
@@ -118,16 +137,23 @@ struct RmsNorm : Function<RmsNorm> {
 bool autocast_casts(const Tensor& x) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::rms_norm", "");
   const auto device = x.device().type();
-  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&
-         op.hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return false;
+  const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+  return op.hasKernelForDispatchKey(key) && !c10::impl::tls_is_dispatch_key_excluded(key);
 }
 
 Tensor rms_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight, std::optional<double> eps,
                 int64_t recompute) {
+  if (autocast_casts(x)) {
+    const auto device = x.device().type();
+    c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    return rms_norm(cast_for_autocast(at::kFloat, x, device, recompute), shape,
+                    cast_for_autocast(at::kFloat, weight, device), eps, recompute);
+  }
   const OptTensor w = defined(weight);
   const int64_t lead = x.dim() - static_cast<int64_t>(shape.size());
   const bool ours = needs_grad(x, value_or_undefined(w)) && plain(x) && x.numel() > 0 && !shape.empty() && lead >= 0 &&
-                    x.sizes().slice(lead) == shape && !autocast_casts(x) &&
+                    x.sizes().slice(lead) == shape &&
                     x.suggest_memory_format() == at::MemoryFormat::Contiguous &&  // else the output's strides follow it
                     (!w || (plain(*w) && w->sizes() == shape && w->device() == x.device() &&
                             (w->scalar_type() == x.scalar_type() || low_precision(x))));

@@ -245,6 +245,34 @@ def test_with_checkpoint_and_in_float16_with_a_scaler(tmp_path):
     assert int(model.state_dict()["1.0.num_batches_tracked"]) == 25
 
 
+class Residual(nn.Module):
+    """What eager mode leaves in half precision under autocast and TorchScript casts to float32: a norm of a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(self.norm(h + h))
+
+
+def test_a_checkpoint_runs_again_by_the_same_lists(tmp_path):
+    """It ran again by TorchScript's lists: other casts, and so other gradients."""
+    torch.manual_seed(0)
+    path, x = tmp_path / "net.pt", torch.randn(32, 64)
+    torch.jit.script(nn.Sequential(Residual())).save(str(path))
+    gradients = []
+    for options in ([], ["--checkpoint", "0"]):
+        assert run("rewrite", path, "-o", tmp_path / "new.pt", "--force", "--amp", "bf16", *options).returncode == 0
+        model = torch.jit.load(str(tmp_path / "new.pt"))
+        leaf = x.clone().requires_grad_()
+        model(leaf).square().sum().backward()
+        gradients.append([leaf.grad, *(p.grad for p in model.parameters())])
+    for with_checkpoint, without in zip(gradients[1], gradients[0]):
+        assert (with_checkpoint - without).abs().max() <= 1e-4 * without.abs().max()
+
+
 def test_a_checkpoint_takes_the_weights_of_this_step(tmp_path):
     """Casts of weights are cached while an autocast lasts; those that backward makes must not outlive it."""
     torch.manual_seed(0)

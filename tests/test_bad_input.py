@@ -308,7 +308,7 @@ def test_a_chain_of_twenty_thousand_operators(tmp_path, model):
         done = run(*arguments)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode in (0, 1), done.stderr
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, arguments
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60, arguments  # not hours: what grows with the square of the length
 
 
 def test_a_chain_of_twenty_thousand_operators_that_are_used(tmp_path, model):
@@ -320,7 +320,7 @@ def test_a_chain_of_twenty_thousand_operators_that_are_used(tmp_path, model):
         done = run(*arguments)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0, done.stderr
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, arguments
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60, arguments  # not hours: what grows with the square of the length
 
 
 def test_garbage_for_places_in_the_source(tmp_path, model):

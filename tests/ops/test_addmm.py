@@ -46,6 +46,22 @@ def test_equals_pytorch(name, dtype):
                 assert got[0].stride() == want[0].stride()
 
 
+@pytest.mark.parametrize("name, rows", [("mm", (5,)), ("matmul", (5,)), ("matmul", (2, 5))])
+def test_the_gradient_of_a_transposed_factor_lies_as_pytorchs(name, rows):
+    """In another layout than its parameter a gradient is copied once more in every step."""
+    f = getattr(torch.ops.tsmem, name)
+    w, x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.randn(*rows, 4, dtype=torch.float64)
+    for again in (-1, 0, 1):
+        got, want = (torch.autograd.grad(g(x, w.t()).square().sum(), w)[0] for g in (lambda a, b: f(a, b, again), torch.matmul))
+        assert got.stride() == want.stride() == w.stride()
+        torch.testing.assert_close(got, want)
+    if len(rows) == 1:  # the first factor's too
+        a = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+        got, want = (torch.autograd.grad(g(a.t(), w.t()).square().sum(), a)[0] for g in (f, torch.matmul))
+        assert got.stride() == want.stride() == a.stride()
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("name", ("addmm", "baddbmm"))
 def test_numbers_before_the_terms(name):
     inputs = [t.requires_grad_() for t in operands(name)]

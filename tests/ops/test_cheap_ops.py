@@ -461,3 +461,24 @@ def test_lists_run_again_under_autocast(name):
 
     together = 2 * 20 * X.numel() * 2
     assert live_bytes(kept) < together
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_small_gradient_of_a_large_norm_is_no_zero(dtype):
+    """The gradient was divided by the norm before it met the element: in float16 nothing was left."""
+    torch.manual_seed(0)
+    values = torch.cat([torch.full((1,), 300.0), torch.rand(1023) + 0.5]).to(dtype)
+
+    def gradient(f, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x * 1.0) * 1e-4, x)[0]
+
+    exact = gradient(torch.linalg.vector_norm, values.double())
+
+    def error(found):
+        return ((found.double() - exact).abs().max() / exact.abs().max()).item(), ((found.double() - exact)[1:].abs().max() / exact[1:].abs().max()).item()
+
+    theirs = error(gradient(torch.linalg.vector_norm, values))
+    for again in (0, 1):
+        ours = error(gradient(lambda x: torch.ops.tsmem.linalg_vector_norm(x, recompute=again), values))
+        assert ours[0] <= 2 * theirs[0] + 1e-3 and ours[1] <= 2 * theirs[1] + 1e-2

@@ -3,6 +3,8 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from op_checks import DTYPES, assert_equal, calls, channels_last, live_bytes, run, saved
 
 F = torch.nn.functional
@@ -112,3 +114,24 @@ def test_scripted_autocast_meta_and_vmap(ops):
     y = ours(8)(m)
     assert y.shape == m.shape and torch.autograd.grad(y.sum(), m)[0].shape == m.shape
     torch.testing.assert_close(torch.vmap(ours(8))(x.detach()[None]), pytorch(8)(x.detach()[None]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_on_cuda_it_is_one_kernel(dtype, affine):
+    """PyTorch's own there. Fake tensors: the engine of autograd wants a device, so backward's kernel is called as ours calls it."""
+    ran = []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            ran.append(f.overloadpacket)
+            return f(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Note():
+        x, w = (torch.empty(*sizes, dtype=dtype, device="cuda", requires_grad=True) for sizes in ((2, 5, 8), (8,)))
+        y = torch.ops.tsmem.rms_norm(x, [8], w if affine else None, 1e-6, 1)
+        assert (y.shape, y.dtype) == (x.shape, dtype) and "RmsNorm" in y.grad_fn.name()
+        rows, inverse = x.detach().view(10, 8), torch.empty(10, 1, device="cuda")
+        grads = torch.ops.aten._fused_rms_norm_backward(rows, rows, [8], inverse, w.detach() if affine else None, [True, affine])
+        assert [None if g is None else (g.shape, g.dtype) for g in grads] == [(rows.shape, dtype), (w.shape, dtype) if affine else None]
+    assert ran.count(torch.ops.aten._fused_rms_norm) == 1 and not {torch.ops.aten.pow, torch.ops.aten.rsqrt_} & set(ran)
