@@ -15,10 +15,6 @@ OptTensor in(at::ScalarType dtype, const OptTensor& t) {
   return t && t->defined() ? OptTensor(t->to(dtype)) : OptTensor();
 }
 
-Tensor act_of_sum(const Tensor& normed, const OptTensor& other, const Act& act) {
-  return aten_act(other ? normed + *other : normed, act);
-}
-
 // The variance that a norm in evaluation with eps = 0 makes this of.
 Tensor variance_of(const Tensor& invstd) { return invstd.pow(-2); }
 
