@@ -37,7 +37,8 @@ struct Op : torch::CustomClassHolder {
         listed(pieces()                ? aten("cat", "")
                : r.name() == "square"  ? aten("pow", "Tensor_Scalar")
                : r.overload() == "vec" ? aten(std::string(r.name()), "")
-                                       : original) {
+                                       : original),
+        dtype_at(original.schema().argumentIndexWithName("dtype")) {
     if (!r.in_place || !r.schema.substr(r.full_name().size()).starts_with("(Tensor"))
       return;                            // a number isn't written to
     std::string overload(r.overload());  // pow_.Scalar is pow.Tensor_Scalar's
@@ -48,10 +49,9 @@ struct Op : torch::CustomClassHolder {
   const Derivative* derivative;
   bool hacked_twin;  // index with a list of tensors, none of which is left out
   c10::OperatorHandle original;
-  c10::OperatorHandle listed;  // what autocast's lists name: of an operator that composes others, one of these
+  c10::OperatorHandle listed;   // what autocast's lists name: of an operator that composes others, one of these
+  std::optional<int> dtype_at;  // the argument that says the result's dtype: with it autocast leaves the operands alone
   std::optional<c10::OperatorHandle> overwriting;
-  // The argument that says the result's dtype: with it autocast leaves the operands alone.
-  std::optional<int> dtype_at() const { return original.schema().argumentIndexWithName("dtype"); }
   // A cast reads the dtype of other operands alone.
   bool cast() const { return row.name() == "type_as"; }
   // A list's tensors put together: keeping them costs no more than keeping the result.
@@ -261,8 +261,7 @@ struct Kernel : c10::OperatorKernel {
     if (!in_place) {
       if (op->row.scripted == Scripted::float32)
         for (Tensor& t : tensors) t = as_scripted(t, recompute);
-      const auto asked = op->dtype_at();
-      const bool has_dtype = asked && !call->arguments[*asked].isNone();
+      const bool has_dtype = op->dtype_at && !call->arguments[*op->dtype_at].isNone();
       if (key && !has_dtype && op->listed.hasKernelForDispatchKey(*key)) {
         if (op->promotes(device)) {
           if (!promoted(tensors, device)) return call->run(tensors);

@@ -42,18 +42,18 @@ struct State {
   std::vector<Autocast> autocast;
   bool autocast_cache = true, eager_autocast = false;
 
-  // Of the CPU, and of the devices where the tensors lie.
+  // Of the CPU and the devices where the tensors lie, and CUDA's autocast, as the method may go there by itself.
   static State now(const std::vector<Tensor>& tensors) {
     State s;
     s.add_generator(at::kCPU);
-    s.add_autocast(at::kCPU);
+    for (const auto device : {at::kCPU, at::kCUDA}) s.add_autocast(device);
     std::vector<at::Device> seen{at::kCPU};
     for (const Tensor& t : tensors) {
       if (!t.defined() || t.is_meta() || std::find(seen.begin(), seen.end(), t.device()) != seen.end()) continue;
       seen.push_back(t.device());
       // Under the capture of a CUDA graph there is no state to go back to.
       if (!t.is_cuda() || graph_offset(t) < 0) s.add_generator(t.device());
-      s.add_autocast(t.device().type());
+      if (!t.is_cuda()) s.add_autocast(t.device().type());
     }
     s.autocast_cache = at::autocast::is_autocast_cache_enabled();
     s.eager_autocast = follows_eager_autocast();
