@@ -70,6 +70,8 @@ def _file_of(package: str, name: str) -> Optional[str]:
 def settings() -> Dict[str, str]:
     """What CMake is told. Without isolation what is not installed is left out, as the build then says."""
     told = {"cmake.define.TSMEM_CUDA": wanted()}
+    if wanted() == "OFF":
+        return told
     if header := _file_of("nvidia-cudnn-frontend", "include/cudnn_frontend.h"):
         told["cmake.define.TSMEM_CUDNN_FRONTEND"] = str(Path(header).parent)
     nvcc = None if nvcc_of_the_machine() else _file_of("nvidia-cuda-nvcc", "bin/nvcc")

@@ -1,13 +1,12 @@
 """Each pattern from a user's side: rewritten by the command line, loaded in Python, same numbers, fewer bytes alive after forward."""
-import gc
 import os
 import subprocess
 import time
 
+import allocator
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TSMEM = os.environ.get("TSMEM_BIN", os.path.join(ROOT, "build", "bin", "tsmem"))
@@ -336,8 +335,7 @@ def alive(module, x):
     x = x.clone().requires_grad_()
     for _ in range(3):
         module(x).sum().backward()
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with allocator.recorded() as prof:
         y = module(x)
         mark = time.time_ns()
         y.sum().backward()

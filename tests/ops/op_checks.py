@@ -1,5 +1,6 @@
 """What the tests of the single ops share: run an op and its reference alike, and compare."""
 
+import allocator
 import torch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +68,7 @@ def saved(f):
 def live_bytes(f):
     """Bytes that the allocator holds after f() beyond its result: also what is kept in no saved tensor."""
     f()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with allocator.recorded() as profile:
         y = f()
     return sum(e.self_cpu_memory_usage for e in profile.events()) - y.numel() * y.element_size()
 

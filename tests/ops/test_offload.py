@@ -92,7 +92,7 @@ def test_what_is_live():
     x, w = torch.randn(4, 8, 64, 64), weights(8, dtype=torch.float32)
 
     def at_end(fate):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        with allocator.recorded() as profile:
             out = chain(x, w, fate)
         del out
         return sum(bytes for _, bytes in allocator._allocations(profile)) / x.nbytes

@@ -523,7 +523,7 @@ def test_gradient_of_a_linear_layer_in_place(act):
     for hold in (False, True):
         held = []
         loss = step(hold)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+        with allocator.recorded() as p:
             loss.backward()
         names = (f"aten::{act}_backward", "aten::gelu_backward", "tsmem::_smooth_act_backward")
         taken[hold] = [e.cpu_memory_usage for e in p.events() if e.name in names]
@@ -715,7 +715,7 @@ def convolutions(f):
 
 def bytes_left(f):
     """Bytes that are allocated in f() and not released by its end, without its result's."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+    with allocator.recorded() as profile:
         result = f()
     return sum(e.self_cpu_memory_usage for e in profile.events()) - sum(t.nbytes for t in result if t is not None)
 
@@ -1595,7 +1595,7 @@ def test_a_layer_of_columns_needs_little_memory():
 
     def peak(r):
         out = ops.linear(ops.cat([a, b], 1, r), w)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        with allocator.recorded() as profile:
             torch.autograd.grad(out.sum(), w)
         return max(e.cpu_memory_usage for e in profile.events())
 
