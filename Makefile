@@ -24,7 +24,7 @@ export CCACHE_NOHASHDIR := 1
 export CXX
 SOURCES = $$(git ls-files '*.cpp' '*.h' '*.cu')
 
-.PHONY: build build-other demo test test-packages test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy
+.PHONY: build build-other build-other-part configure-other demo test test-packages test-default test-other test-other-part test-newest test-oldest wheel fuzz sanitize tsan hostile bench setup clean format tidy
 
 setup:
 	@cmake/setup.sh
@@ -37,12 +37,18 @@ demo: build
 	@$(PYTHON) examples/demo.py
 
 # Without CUDA, which halves its time: its kernels know nothing of torch. -O1, a third less: the CPU's kernels ask for more themselves.
-build-other:
+configure-other:
 	@cmake/setup.sh other
 	@torch=$$(echo "$(CURDIR)"/.venv-$(OTHER)/lib/python3*/site-packages/torch); \
 	cmake -S . -B build-$(OTHER) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DTSMEM_CUDA=OFF -DTSMEM_TORCH="$$torch" > build/configure-$(OTHER).log || \
 	  { cat build/configure-$(OTHER).log; exit 1; }
+
+build-other: configure-other
 	@cmake --build build-$(OTHER)
+
+# What test-other-part runs.
+build-other-part: configure-other
+	@cmake --build build-$(OTHER) --target tsmem tsmem_library tsmem_no_python tsmem_ops tsmem_tests
 
 # Every part runs, whatever those before it say; a file's tests run in one process, a core each. $(call tests,Python,build folder,what pytest gets,what ctest gets); TSMEM_CUDA=OFF: no test of CUDA's kernels.
 # Threads that wait for others sleep: spinning, those of two processes take the cores from one another, and tests of small tensors half as long again.
@@ -65,7 +71,7 @@ test-other: build-other
 	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),tests)
 
 # What knows versions (the emulated kernels of CUDA know nothing of torch): loading, files of another version, training in every way, the examples.
-test-other-part: build-other
+test-other-part: build-other-part
 	@export TSMEM_CUDA=OFF; $(call tests,.venv-$(OTHER)/bin/python,build-$(OTHER),$(addprefix tests/,test_loading.py test_written_before.py test_examples.py test_models.py test_session.py ops/test_recompute.py),-E ^cuda_)
 
 test-oldest: $(if $(filter $(OLDEST),$(DEFAULT)),test-default,test-other)
