@@ -65,7 +65,7 @@ if(TARGET tsmem_cudnn_plans)
 endif()
 target_include_directories(tsmem_ops_cuda PRIVATE ${PROJECT_SOURCE_DIR}/ops)
 target_include_directories(tsmem_ops_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-set_target_properties(tsmem_ops_cuda PROPERTIES LINKER_LANGUAGE CXX BUILD_RPATH ${TSMEM_TORCH}/lib)
+set_target_properties(tsmem_ops_cuda PROPERTIES LINKER_LANGUAGE CXX BUILD_RPATH ${TSMEM_TORCH}/lib UNITY_BUILD ${TSMEM_UNITY} UNITY_BUILD_BATCH_SIZE 0)
 
 # The kernels on a device without torch, for compute-sanitizer; nobody needs it to build the rest.
 add_executable(tsmem_cuda_cases EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/tests/cuda/run_cases.cpp $<TARGET_OBJECTS:tsmem_cuda_kernels>)

@@ -24,13 +24,13 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const c10::OperatorHandle& forward_op() {
+const c10::OperatorHandle& act_mask_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   return op;
 }
 
 std::tuple<Tensor, Tensor> act_mask(const Tensor& x, const Act& act) {
-  static const auto op = forward_op().typed<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>();
+  static const auto op = act_mask_op().typed<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>();
   return op.call(x, static_cast<int64_t>(act.kind), act.a, act.b);
 }
 
@@ -212,7 +212,7 @@ Tensor act(const Tensor& self, c10::string_view name, at::ArrayRef<double> args,
   }
   const bool smooth_ours =
       fits && RecomputeArgument(recompute).offered() && smooth(act.kind) && !autocast_casts(self, act);
-  const bool masked = fits && grad && one_bit(act.kind) && has_kernel(forward_op(), self);
+  const bool masked = fits && grad && one_bit(act.kind) && has_kernel(act_mask_op(), self);
   const Tensor made = masked         ? MaskedAct::apply(self, act)
                       : !smooth_ours ? aten_act(self, act)
                       : grad         ? SmoothAct::apply(self, act)

@@ -22,7 +22,7 @@ struct Scales {
 };
 
 // a, b: matrices, or batches of them.
-Tensor product(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, bool batches) {
+Tensor affine_product(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, bool batches) {
   if (!self) return batches ? at::bmm(a, b) : at::mm(a, b);
   return batches ? at::baddbmm(*self, a, b, by.beta, by.alpha) : at::addmm(*self, a, b, by.beta, by.alpha);
 }
@@ -43,7 +43,7 @@ struct Product : Function<Product> {
     if (self) data["self"] = self->sizes();
     data["a_by_columns"] = a.dim() == 2 && by_columns(a);
     data["b_by_columns"] = a.dim() == 2 && by_columns(b);
-    return product(self, a, b, by, a.dim() == 3);
+    return affine_product(self, a, b, by, a.dim() == 3);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -81,14 +81,14 @@ struct Product : Function<Product> {
   }
 };
 
-Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, int64_t dims,
-           RecomputeArgument recompute) {
+Tensor run_addmm(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales& by, int64_t dims,
+                 RecomputeArgument recompute) {
   const auto alike = [&](const Tensor& t) {
     return plain(t) && t.numel() > 0 && t.scalar_type() == a.scalar_type() && t.device() == a.device();
   };
   const bool ours = needs_grad(a, b, value_or_undefined(self)) && alike(a) && alike(b) && (!self || alike(*self)) &&
                     a.dim() == dims && b.dim() == dims;
-  if (!ours) return product(self, a, b, by, dims == 3);
+  if (!ours) return affine_product(self, a, b, by, dims == 3);
   const Tensor out = Product::apply(a, b, self, by);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(a.size(-1));
   const LayerOffer offered = dims == 2 ? as_cheap_layer(recompute, out, a, b, value_or_undefined(self), flops)
@@ -96,7 +96,7 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
   offer(
       out, {a, b, value_or_undefined(self)},
       [by](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return product(optional(from[2]), from[0], from[1], by, from[0].dim() == 3);
+        return affine_product(optional(from[2]), from[0], from[1], by, from[0].dim() == 3);
       },
       offered.recompute, Pieces::no, offered.cost);
   return out;
@@ -104,29 +104,29 @@ Tensor run(const OptTensor& self, const Tensor& a, const Tensor& b, const Scales
 
 template <int64_t dims>
 Tensor multiply(const Tensor& a, const Tensor& b, int64_t recompute) {
-  return run(std::nullopt, a, b, {}, dims, recompute);
+  return run_addmm(std::nullopt, a, b, {}, dims, recompute);
 }
 template <int64_t dims>
 Tensor multiply_add(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha,
                     int64_t recompute) {
-  return run(self, a, b, {beta, alpha}, dims, recompute);
+  return run_addmm(self, a, b, {beta, alpha}, dims, recompute);
 }
 
 template <c10::DeviceType device>
-struct Autocast {
+struct CastAddmm {
   const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
   c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
   Tensor cast(const Tensor& t, int64_t recompute) const { return cast_for_autocast(low, t, device, recompute); }
 
   template <int64_t dims>
   static Tensor multiply(const Tensor& a, const Tensor& b, int64_t recompute) {
-    const Autocast c;
+    const CastAddmm c;
     return tsmem::multiply<dims>(c.cast(a, recompute), c.cast(b, recompute), recompute);
   }
   template <int64_t dims>
   static Tensor multiply_add(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta,
                              const Scalar& alpha, int64_t recompute) {
-    const Autocast c;
+    const CastAddmm c;
     return tsmem::multiply_add<dims>(at::autocast::cached_cast(c.low, self, device), c.cast(a, recompute),
                                      c.cast(b, recompute), beta, alpha, recompute);
   }
@@ -134,7 +134,7 @@ struct Autocast {
 
 template <c10::DeviceType device>
 void register_autocast_of(torch::Library& m, c10::DispatchKey key) {
-  using Cast = Autocast<device>;
+  using Cast = CastAddmm<device>;
   m.impl("mm", key, TORCH_FN(Cast::template multiply<2>));
   m.impl("bmm", key, TORCH_FN(Cast::template multiply<3>));
   m.impl("addmm", key, TORCH_FN(Cast::template multiply_add<2>));

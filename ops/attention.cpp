@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 constexpr int64_t kMath = 0, kFlash = 1;  // sdp::SDPBackend
 
 // What the fused kernel gives. Of other than four dimensions the logarithms are those of the folded operands.
-struct Result {
+struct AttentionResult {
   Tensor out, logsumexp;
   std::optional<Fold> how;
 };
@@ -40,13 +40,13 @@ struct Again {
   std::optional<Fold> how;
   std::mutex mutex;
 
-  Result take() {
+  AttentionResult take() {
     std::lock_guard lock(mutex);
     auto impl = out ? out->lock() : nullptr;
     return {impl ? Tensor(std::move(impl)) : Tensor(), std::exchange(logsumexp, Tensor()), how};
   }
   // Until it is taken or the pass of backward is over.
-  static void put(const std::shared_ptr<Again>& again, const Result& made) {
+  static void put(const std::shared_ptr<Again>& again, const AttentionResult& made) {
     if (!when_pass_ends([weak = std::weak_ptr<Again>(again)] {
           if (const auto a = weak.lock()) a->take();
         }))
@@ -58,7 +58,7 @@ struct Again {
   }
 };
 
-Result flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
+AttentionResult flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& a) {
   at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
   if (q.dim() == 4) {
     auto [out, sums] =
@@ -72,7 +72,7 @@ Result flash(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionA
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const Result& made, const AttentionArgs& a) {
+                                                  const AttentionResult& made, const AttentionArgs& a) {
   if (!made.how)
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, made.out, made.logsumexp, 0.0,
                                                                     a.causal, added_mask(a.mask, q), a.scale);
@@ -90,7 +90,7 @@ struct Attention : Function<Attention> {
     Keeper keeper;
     for (const Tensor* t : {&q, &k, &v}) keeper.add(*t);
     keeper.add(value_or_undefined(args.mask), true);
-    Result made = flash(q, k, v, args);
+    AttentionResult made = flash(q, k, v, args);
     *kept = keeper.add_result(again ? Tensor() : made.out);
     keeper.add(again ? Tensor() : made.logsumexp, true);
     keeper.save(ctx);
@@ -107,7 +107,7 @@ struct Attention : Function<Attention> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(6);
     auto& data = ctx->saved_data;
-    Result made;
+    AttentionResult made;
     // Before SavedTensors lets the output go.
     if (data.count("again"))
       made = c10::static_intrusive_pointer_cast<Shared>(data["again"].toCapsule())->again->take();
@@ -175,7 +175,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTen
   offer(out, {q, k, v, value_or_undefined(mask)},
         [is_causal, scale, enable_gqa, node = std::weak_ptr<Again>(again)](std::vector<Tensor>& from,
                                                                            const std::vector<bool>&) {
-          const Result made = flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0, enable_gqa});
+          const AttentionResult made =
+              flash(from[0], from[1], from[2], {optional(from[3]), is_causal, scale, 0, enable_gqa});
           if (const auto a = node.lock()) Again::put(a, made);
           return made.out;
         },
@@ -191,7 +192,7 @@ Tensor copied_by_aten(const Tensor& t, bool folded) {
 }
 
 // at::matmul, with the rows of all images put together where b has no batches.
-Tensor product(const Tensor& a, const Tensor& b) {
+Tensor batched_product(const Tensor& a, const Tensor& b) {
   return b.dim() > 2 ? at::matmul(a, b) : linear_of_rows(a, b.t(), std::nullopt);
 }
 
@@ -219,7 +220,7 @@ struct Matmul : Function<Matmul> {
     ctx->saved_data["a_by_columns"] = a.dim() == 2 && by_columns(a);
     ctx->saved_data["b_by_columns"] = b.dim() == 2 && by_columns(b);
     at::AutoDispatchBelowADInplaceOrView below;  // else the output counts as a view of a temporary
-    return product((*factors)[0], (*factors)[1]);
+    return batched_product((*factors)[0], (*factors)[1]);
   }
 
   // The gradient of one matrix by which all images were multiplied: not one product an image.
@@ -244,7 +245,7 @@ struct Matmul : Function<Matmul> {
     if (ctx->needs_input_grad(0)) {
       const Tensor b = copied_by_aten(kept[1], false);
       g[0] = ctx->saved_data["a_by_columns"].toBool() ? b.mm(grad.t()).t()
-                                                      : product(grad, b.transpose(-2, -1)).sum_to_size(a_sizes);
+                                                      : batched_product(grad, b.transpose(-2, -1)).sum_to_size(a_sizes);
     }
     return g;
   }
@@ -261,7 +262,8 @@ Tensor matmul(const Tensor& a, const Tensor& b, int64_t recompute) {
   const LayerOffer offered = b.dim() == 2 ? as_cheap_layer(recompute, out, a, b, {}, flops)
                                           : as_cheap_product(recompute, out, a, b, {}, flops);
   offer(
-      out, factors, [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1]); },
+      out, factors,
+      [](std::vector<Tensor>& from, const std::vector<bool>&) { return batched_product(from[0], from[1]); },
       offered.recompute, Pieces::no, offered.cost);
   return out;
 }
@@ -340,7 +342,7 @@ Tensor drawing_attention(const Tensor& q, const Tensor& k, const Tensor& v, cons
 }
 
 template <c10::DeviceType device>
-struct Autocast {
+struct CastAttention {
   const int64_t recompute;
   const at::ScalarType low = at::autocast::get_lower_precision_fp_from_device_type(device);
   c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
@@ -351,17 +353,17 @@ struct Autocast {
 
   static Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& mask, double dropout_p,
                           bool causal, std::optional<double> scale, bool gqa, int64_t recompute) {
-    const Autocast a{recompute};
+    const CastAttention a{recompute};
     return tsmem::attention(a.cast(q, a.low), a.cast(k, a.low), a.cast(v, a.low), a.cast(mask, a.low), dropout_p,
                             causal, scale, gqa, recompute);
   }
   static Tensor matmul(const Tensor& x, const Tensor& y, int64_t recompute) {
-    const Autocast a{recompute};
+    const CastAttention a{recompute};
     return tsmem::matmul(a.cast(x, a.low), a.cast(y, a.low), recompute);
   }
   // CUDA's autocast runs it in float32, the CPU's leaves it alone.
   static Tensor softmax(const Tensor& x, int64_t dim, std::optional<at::ScalarType> dtype, int64_t recompute) {
-    const Autocast a{recompute};
+    const CastAttention a{recompute};
     return tsmem::softmax(device == at::kCUDA && !dtype ? a.cast(x, at::kFloat) : x, dim, dtype, recompute);
   }
 };
@@ -381,12 +383,12 @@ void register_attention(torch::Library& m) {
   m.def("matmul(Tensor self, Tensor other, int recompute=0) -> Tensor", TORCH_FN(matmul));
   m.def("softmax(Tensor self, int dim, ScalarType? dtype=None, int recompute=0) -> Tensor", TORCH_FN(softmax));
   m.impl("scaled_dot_product_attention", c10::DispatchKey::AutocastCPU,
-         TORCH_FN(Autocast<c10::DeviceType::CPU>::attention));
-  m.impl("matmul", c10::DispatchKey::AutocastCPU, TORCH_FN(Autocast<c10::DeviceType::CPU>::matmul));
+         TORCH_FN(CastAttention<c10::DeviceType::CPU>::attention));
+  m.impl("matmul", c10::DispatchKey::AutocastCPU, TORCH_FN(CastAttention<c10::DeviceType::CPU>::matmul));
   m.impl("scaled_dot_product_attention", c10::DispatchKey::AutocastCUDA,
-         TORCH_FN(Autocast<c10::DeviceType::CUDA>::attention));
-  m.impl("matmul", c10::DispatchKey::AutocastCUDA, TORCH_FN(Autocast<c10::DeviceType::CUDA>::matmul));
-  m.impl("softmax", c10::DispatchKey::AutocastCUDA, TORCH_FN(Autocast<c10::DeviceType::CUDA>::softmax));
+         TORCH_FN(CastAttention<c10::DeviceType::CUDA>::attention));
+  m.impl("matmul", c10::DispatchKey::AutocastCUDA, TORCH_FN(CastAttention<c10::DeviceType::CUDA>::matmul));
+  m.impl("softmax", c10::DispatchKey::AutocastCUDA, TORCH_FN(CastAttention<c10::DeviceType::CUDA>::softmax));
 }
 
 }  // namespace tsmem

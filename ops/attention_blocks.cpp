@@ -20,7 +20,7 @@ OptTensor added_mask(const OptTensor& mask, const Tensor& query) {
 
 namespace {
 
-constexpr int64_t kBlock = 1 << 19;  // probabilities of a block, which cores' caches hold
+constexpr int64_t kProbabilities = 1 << 19;  // probabilities of a block, which cores' caches hold
 
 // A block of batches and heads; of(t) is that of a tensor, which may have one batch or head for all.
 struct Part {
@@ -33,10 +33,10 @@ struct Part {
 };
 
 template <class F>
-void each_part(const Tensor& q, const Tensor& k, F f) {
+void each_block_of_rows(const Tensor& q, const Tensor& k, F f) {
   const int64_t n = q.size(0), h = q.size(1), each = q.size(2) * k.size(2);
-  const int64_t heads = std::clamp<int64_t>(kBlock / each, 1, h),
-                batches = std::clamp<int64_t>(kBlock / (each * h), 1, n);
+  const int64_t heads = std::clamp<int64_t>(kProbabilities / each, 1, h),
+                batches = std::clamp<int64_t>(kProbabilities / (each * h), 1, n);
   for (int64_t i = 0; i < n; i += batches)
     for (int64_t j = 0; j < h; j += heads) f(Part{i, std::min(batches, n - i), j, std::min(heads, h - j)});
 }
@@ -75,7 +75,7 @@ struct Scores {
 
   Tensor output() const {
     const Tensor out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-    each_part(q, k, [&](const Part& part) {
+    each_block_of_rows(q, k, [&](const Part& part) {
       Tensor p = probabilities(scaled(q, part), scaled(k, part), part);
       if (noise.defined()) p.mul_(factor(part));
       part.of(out).copy_(at::matmul(p, part.of(v).to(dtype)));
@@ -142,7 +142,7 @@ struct Blocks : Function<Blocks> {
       for (int i : {0, 1, 2})
         if (ctx->needs_input_grad(i)) g[i] = at::empty_like(*operands[i]);
       if (mask && ctx->needs_input_grad(3)) g[3] = at::zeros(scores.mask.sizes(), mask->options().dtype(scores.dtype));
-      each_part(q, k, [&](const Part& part) { gradients(scores, part, grad, g); });
+      each_block_of_rows(q, k, [&](const Part& part) { gradients(scores, part, grad, g); });
       if (g[3].defined()) g[3] = g[3].view(mask->sizes()).to(mask->scalar_type());
     }
     return g;

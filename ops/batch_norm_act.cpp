@@ -95,8 +95,9 @@ struct BatchNormAct : Function<BatchNormAct> {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs& bn, const OptTensor& other,
-                                       const Act& act, bool stats, RecomputeArgument recompute) {
+std::tuple<Tensor, Tensor, Tensor> run_batch_norm_act(const Tensor& input, const BatchNormArgs& bn,
+                                                      const OptTensor& other, const Act& act, bool stats,
+                                                      RecomputeArgument recompute) {
   if (needs_grad(input, value_or_undefined(bn.weight), value_or_undefined(bn.bias), value_or_undefined(other))) {
     std::array<Tensor, 2> used;
     auto out = BatchNormAct::apply(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, other, bn.training,
@@ -123,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor> run(const Tensor& input, const BatchNormArgs&
 Tensor batch_norm_act(const Tensor& input, const BatchNormArgs& bn, bool cudnn_enabled, const Act& act,
                       RecomputeArgument recompute) {
   if (!norm_usable(input, bn, {}, act)) return aten_act(aten_norm(input, bn, cudnn_enabled), act);
-  return std::get<0>(run(input, bn, {}, act, false, recompute));
+  return std::get<0>(run_batch_norm_act(input, bn, {}, act, false, recompute));
 }
 
 namespace {
@@ -143,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act_stats(const Tensor& input, con
                                                         at::ArrayRef<double> args, int64_t recompute) {
   const Act act = parse_act(name, args);
   const BatchNormArgs bn{weight, bias, running_mean, running_var, training, momentum, eps};
-  if (norm_usable(input, bn, {}, act)) return run(input, bn, {}, act, true, recompute);
+  if (norm_usable(input, bn, {}, act)) return run_batch_norm_act(input, bn, {}, act, true, recompute);
   const Tensor out = aten_act(aten_norm(input, bn, cudnn_enabled), act);
   at::NoGradGuard no_grad;
   const auto acc = acc_type(input.scalar_type());
@@ -169,7 +170,7 @@ Tensor batch_norm_add_act(const Tensor& input, const OptTensor& weight, const Op
     const Tensor a = as_scripted(normed), b = as_scripted(other);
     return aten_act(in_place == kNewFromSecond ? b + a : a + b, act);
   }
-  return std::get<0>(run(input, bn, other, act, false, recompute));
+  return std::get<0>(run_batch_norm_act(input, bn, other, act, false, recompute));
 }
 
 #define TSMEM_BN                                                                                                   \

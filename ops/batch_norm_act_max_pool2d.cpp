@@ -31,33 +31,34 @@ struct Positions {
   Tensor again(const Tensor& kept) const { return unpack(kept, bits, sizes, strides, at::kByte); }
 };
 
-using ForwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+using NormPoolOp = RawOp<std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor& input, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
     const OptTensor& running_var, bool training, double momentum, double eps, const Act& act, IntArrayRef kernel,
     IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size, bool keep_positions)>;
-using ApplyOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                             const Tensor& invstd, const Tensor& positions, const Act& act, IntArrayRef kernel,
-                             IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size)>;
-using BackwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor>(
+using NormPoolApplyOp =
+    RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
+                 const Tensor& invstd, const Tensor& positions, const Act& act, IntArrayRef kernel, IntArrayRef stride,
+                 IntArrayRef padding, IntArrayRef dilation, IntArrayRef out_size)>;
+using NormPoolBackwardOp = RawOp<std::tuple<Tensor, Tensor, Tensor>(
     const Tensor& grad, const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
     const Tensor& invstd, const Tensor& positions, bool training, bool channels_last, const Act& act,
     IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, std::array<bool, 3> want)>;
 
-const ForwardOp& forward_op() {
-  static const ForwardOp op("tsmem::_batch_norm_act_max_pool2d_forward");
+const NormPoolOp& norm_pool_op() {
+  static const NormPoolOp op("tsmem::_batch_norm_act_max_pool2d_forward");
   return op;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_raw(const Tensor& input, const BatchNormArgs& bn, const Act& act,
                                                        const Pool& pool, bool keep_positions) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  return forward_op()(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps, act,
-                      pool.kernel, pool.stride, pool.padding, pool.dilation, pool.out_size, keep_positions);
+  return norm_pool_op()(input, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.training, bn.momentum, bn.eps,
+                        act, pool.kernel, pool.stride, pool.padding, pool.dilation, pool.out_size, keep_positions);
 }
 
 Tensor apply_raw(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                  const Tensor& invstd, const Tensor& positions, const Act& act, const Pool& pool) {
-  static const ApplyOp op("tsmem::_batch_norm_act_max_pool2d_apply");
+  static const NormPoolApplyOp op("tsmem::_batch_norm_act_max_pool2d_apply");
   return op(input, weight, bias, mean, invstd, positions, act, pool.kernel, pool.stride, pool.padding, pool.dilation,
             pool.out_size);
 }
@@ -110,7 +111,7 @@ struct NormPool : Function<NormPool> {
       });
     } else {
       at::AutoDispatchBelowADInplaceOrView guard;
-      static const BackwardOp op("tsmem::_batch_norm_act_max_pool2d_backward");
+      static const NormPoolBackwardOp op("tsmem::_batch_norm_act_max_pool2d_backward");
       const Positions layout{static_cast<int>(data["position_bits"].toInt()), grads[0].sizes().vec(),
                              data["position_strides"].toIntVector()};
       const auto [x, w, b] = op(grads[0], kept[0], optional(kept[1]), optional(kept[2]), kept[3], kept[4],
@@ -146,7 +147,7 @@ Tensor batch_norm_act_max_pool2d(const Tensor& input, const OptTensor& weight, c
   bool usable = input.dim() == 4 && pool.kernel.size() == 2 && pool.stride.size() == 2 && pool.padding.size() == 2 &&
                 pool.dilation.size() == 2 && !input.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
                 norm_usable(input, bn, {}, act);
-  const bool fused = has_kernel(forward_op().handle(), input);
+  const bool fused = has_kernel(norm_pool_op().handle(), input);
   for (int d = 0; usable && d < 2; ++d) {
     pool.out_size.push_back(
         pooled(input.size(2 + d), pool.kernel[d], pool.stride[d], pool.padding[d], pool.dilation[d], ceil_mode));

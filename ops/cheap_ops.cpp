@@ -65,8 +65,8 @@ struct Op : torch::CustomClassHolder {
 using OpPtr = c10::intrusive_ptr<Op>;
 
 // A call's arguments, with its tensors apart, in order.
-struct Call : torch::CustomClassHolder {
-  explicit Call(OpPtr o) : op(std::move(o)) {}
+struct CheapCall : torch::CustomClassHolder {
+  explicit CheapCall(OpPtr o) : op(std::move(o)) {}
   OpPtr op;
   std::vector<std::vector<int64_t>> sizes;  // of the tensors, where backward asks for them
   std::vector<IValue> arguments;  // with nothing where a tensor was, and an empty list where a list of them was
@@ -119,7 +119,7 @@ struct Call : torch::CustomClassHolder {
     return stack[0].toTensor();
   }
 };
-using CallPtr = c10::intrusive_ptr<Call>;
+using CallPtr = c10::intrusive_ptr<CheapCall>;
 
 // The backward of an operator that has a Derivative.
 struct Cheap : Function<Cheap> {
@@ -164,7 +164,7 @@ struct Cheap : Function<Cheap> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const auto call = c10::static_intrusive_pointer_cast<CheapCall>(ctx->saved_data["call"].toCapsule());
     const auto& formulas = call->op->derivative->operands;
     const size_t count = call->sizes.size();
     variable_list g(count + 3);
@@ -244,7 +244,7 @@ struct Kernel : c10::OperatorKernel {
     Stack arguments = torch::jit::pop(*stack, op->row.arguments());
     // PyTorch's takes no None.
     if (op->row.name() == "constant_pad_nd" && arguments[2].isNone()) arguments[2] = at::Scalar(0);
-    auto call = c10::make_intrusive<Call>(op);
+    auto call = c10::make_intrusive<CheapCall>(op);
     stack->emplace_back(run(call, call->take(arguments), recompute, in_place));
   }
 

@@ -20,6 +20,7 @@
 
 #include "common.h"
 #include "function.h"
+#include "known.h"
 #include "method_call.h"
 #include "registration.h"
 
@@ -192,7 +193,7 @@ struct Output {
   bool owner;
 };
 
-struct Call : torch::CustomClassHolder {
+struct CheckpointCall : torch::CustomClassHolder {
   IValue self;       // a copy, as the call found it: flags, numbers and lists may change until backward
   IValue arguments;  // without their tensors
   std::string method;
@@ -206,7 +207,7 @@ struct Call : torch::CustomClassHolder {
 
 // The module as the call found it, with other tensors in place of those that are `replaced`: what it overwrites is its
 // own.
-IValue module_then(const Call& call, Replaced replaced) {
+IValue module_then(const CheckpointCall& call, Replaced replaced) {
   for (const Buffer& b : call.buffers) {
     TORCH_CHECK(b.copy.defined() || version_of(b.itself) == b.version, "tsmem::checkpoint: a buffer of shape ",
                 b.itself.sizes(), " of ", call.self.type()->repr_str(), " has changed since its method ", call.method,
@@ -216,9 +217,6 @@ IValue module_then(const Call& call, Replaced replaced) {
   return copy_object(call.self, replaced);
 }
 
-// The tensor that owns t's memory: what it is a view of, or itself.
-Tensor owner(const Tensor& t) { return t.is_view() ? Tensor(static_cast<const at::TensorBase&>(t._base())) : t; }
-
 // Whether gradients of t reach what it was made from. A view made without grad mode says that it requires a gradient
 // where its base does, and passes none on.
 bool passes_on(const Tensor& t) { return t.requires_grad() && (t.grad_fn() || !t.is_view()); }
@@ -226,7 +224,7 @@ bool passes_on(const Tensor& t) { return t.requires_grad() && (t.grad_fn() || !t
 bool share_memory(const Tensor& a, const Tensor& b) { return a.has_storage() && b.has_storage() && a.is_alias_of(b); }
 
 // `t`, a result, as a view of `base`.
-void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) {
+void set_view(Result& r, const Tensor& t, const Tensor& base, const CheckpointCall& call) {
   r.view = !t.is_same(base);
   if (!r.view) return;
   TORCH_CHECK(t.scalar_type() == base.scalar_type() && t.is_conj() == base.is_conj() && t.is_neg() == base.is_neg(),
@@ -240,7 +238,7 @@ void set_view(Result& r, const Tensor& t, const Tensor& base, const Call& call) 
 
 // Sorts what the method returned into call.results and call.outputs; gives the tensors that are the node's outputs, and
 // those of them that need no gradient.
-std::pair<variable_list, variable_list> sort_results(Call& call, const IValue& self,
+std::pair<variable_list, variable_list> sort_results(CheckpointCall& call, const IValue& self,
                                                      const std::vector<Tensor>& returned, at::TensorList inputs) {
   const std::vector<Tensor> buffers = buffers_of(self);
   call.results.resize(returned.size());
@@ -335,7 +333,8 @@ std::vector<bool> needed(const std::vector<Tensor>& results, const std::vector<T
 }
 
 // Runs the method in grad mode; the tensors that it returns hold the graph that this makes.
-IValue run_forward(const Call& what, const IValue& self, const IValue& arguments, const std::vector<Tensor>& inputs) {
+IValue run_forward(const CheckpointCall& what, const IValue& self, const IValue& arguments,
+                   const std::vector<Tensor>& inputs) {
   std::vector<uint32_t> versions;
   for (size_t i = 0; i < what.tensors; ++i) versions.push_back(version_of(inputs[i]));
   const auto graph_draws = [&] {
@@ -360,7 +359,7 @@ IValue run_forward(const Call& what, const IValue& self, const IValue& arguments
 
 // `inputs`: without a gradient where the results don't depend on them, so that what made them is left out of backward.
 struct Checkpoint : Function<Checkpoint> {
-  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<Call> what,
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, c10::intrusive_ptr<CheckpointCall> what,
                                const std::pair<variable_list, variable_list>* results) {
     ctx->set_materialize_grads(false);
     const auto& [outputs, fixed] = *results;
@@ -371,7 +370,7 @@ struct Checkpoint : Function<Checkpoint> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    const auto what = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const auto what = c10::static_intrusive_pointer_cast<CheckpointCall>(ctx->saved_data["call"].toCapsule());
     const auto saved = ctx->get_saved_variables();
     variable_list result(saved.size() + 2);
     const bool create_graph = at::GradMode::is_enabled();
@@ -429,7 +428,7 @@ IValue checkpoint(const IValue& self, const std::string& method, const IValue& a
   TORCH_CHECK(self.isModule(), "tsmem::checkpoint: self is not a module");
   std::vector<Tensor> inputs;
   collect(arguments, inputs);
-  auto what = c10::make_intrusive<Call>();
+  auto what = c10::make_intrusive<CheckpointCall>();
   what->tensors = inputs.size();
   bool grad = false;
   if (at::GradMode::is_enabled()) {

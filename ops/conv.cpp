@@ -223,7 +223,7 @@ struct Conv : Function<Conv> {
 };
 
 // True where Conv applies; otherwise PyTorch's op runs with its own autograd, or says what is wrong.
-bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
+bool conv_is_ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
   const Tensor no_bias;
   const Tensor& b = bias ? *bias : no_bias;
   return needs_grad(input, weight, b) && plain(input) && plain(weight) && (!b.defined() || plain(b)) &&
@@ -231,8 +231,8 @@ bool ours(const Tensor& input, const Tensor& weight, const OptTensor& bias) {
 }
 
 // Batches an unbatched input, as PyTorch does.
-Tensor apply(const Tensor& unbatched, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
-             const Forward& aten_forward, RecomputeArgument recompute) {
+Tensor apply_conv(const Tensor& unbatched, const Tensor& weight, const OptTensor& bias, const ConvArgs& args,
+                  const Forward& aten_forward, RecomputeArgument recompute) {
   const OptTensor b = defined(bias);
   const bool batched = unbatched.dim() == weight.dim();
   const Tensor input = batched ? unbatched : unbatched.unsqueeze(0);
@@ -291,11 +291,11 @@ Tensor aten_conv_transpose(const Tensor& x, const Tensor& w, const OptTensor& b,
 template <int64_t D>
 Tensor conv(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride, IntArrayRef padding,
             IntArrayRef dilation, int64_t groups, int64_t recompute) {
-  if (!ours(input, weight, bias) || weight.dim() != D + 2)
+  if (!conv_is_ours(input, weight, bias) || weight.dim() != D + 2)
     return aten_conv<D>(input, weight, bias, stride, padding, dilation, groups);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), std::vector<int64_t>(D, 0), false, groups};
-  return apply(
+  return apply_conv(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
         return aten_conv<D>(x, w, b, stride, padding, dilation, groups);
@@ -309,7 +309,7 @@ Tensor conv_of_named_padding(const Tensor& input, const Tensor& weight, const Op
                              c10::string_view padding, IntArrayRef dilation, int64_t groups, int64_t recompute,
                              const Forward& aten) {
   const bool same = padding == "same";
-  if (!ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
+  if (!conv_is_ours(input, weight, bias) || weight.dim() != D + 2 || (!same && padding != "valid"))
     return aten(input, weight, bias);
   ConvArgs args{
       expand(stride, D), std::vector<int64_t>(D, 0), expand(dilation, D), std::vector<int64_t>(D, 0), false, groups};
@@ -323,7 +323,7 @@ Tensor conv_of_named_padding(const Tensor& input, const Tensor& weight, const Op
     }
     if (std::any_of(after.begin(), after.end(), [](int64_t p) { return p != 0; })) args.pad_after = after;
   }
-  return apply(input, weight, bias, args, aten, recompute);
+  return apply_conv(input, weight, bias, args, aten, recompute);
 }
 
 template <int64_t D>
@@ -358,11 +358,11 @@ template <int64_t D>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptTensor& bias, IntArrayRef stride,
                       IntArrayRef padding, IntArrayRef output_padding, int64_t groups, IntArrayRef dilation,
                       int64_t recompute) {
-  if (!ours(input, weight, bias) || weight.dim() != D + 2)
+  if (!conv_is_ours(input, weight, bias) || weight.dim() != D + 2)
     return aten_conv_transpose<D>(input, weight, bias, stride, padding, output_padding, groups, dilation);
   const ConvArgs args{
       expand(stride, D), expand(padding, D), expand(dilation, D), expand(output_padding, D), true, groups};
-  return apply(
+  return apply_conv(
       input, weight, bias, args,
       [&](const Tensor& x, const Tensor& w, const OptTensor& b) {
         return aten_conv_transpose<D>(x, w, b, stride, padding, output_padding, groups, dilation);
@@ -378,9 +378,9 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& b
     return at::_convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups, benchmark,
                             deterministic, cudnn_enabled, allow_tf32);
   };
-  if (!ours(input, weight, bias) || input.dim() != weight.dim()) return aten_forward(input, weight, bias);
+  if (!conv_is_ours(input, weight, bias) || input.dim() != weight.dim()) return aten_forward(input, weight, bias);
   const int64_t d = weight.dim() - 2;
-  return apply(
+  return apply_conv(
       input, weight, bias,
       {expand(stride, d), expand(padding, d), expand(dilation, d), expand(output_padding, d), transposed, groups},
       aten_forward, recompute);

@@ -133,8 +133,8 @@ struct CrossEntropy : Function<CrossEntropy> {
 // Whether the input in place of its log_softmax takes no more memory: it may be a view of something larger.
 bool small_enough(const Tensor& x) { return costs_nothing(x) || x.storage().nbytes() <= x.nbytes() + x.nbytes() / 4; }
 
-Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction, int64_t ignore_index,
-           double label_smoothing) {
+Tensor run_cross_entropy(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
+                         int64_t ignore_index, double label_smoothing) {
   const OptTensor w = defined(weight);
   const auto fits = [&] {
     if (x.dim() < 2 || target.dim() != x.dim() - 1 || target.size(0) != x.size(0)) return false;
@@ -153,11 +153,11 @@ Tensor run(const Tensor& x, const Tensor& target, const OptTensor& weight, int64
 // Autocast runs it in float32: itself on the CPU's list and TorchScript's, both of its parts on CUDA's. The logits are
 // kept as they came.
 template <c10::DeviceType device>
-Tensor run_autocast(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
-                    int64_t ignore_index, double label_smoothing) {
+Tensor autocast_cross_entropy(const Tensor& x, const Tensor& target, const OptTensor& weight, int64_t reduction,
+                              int64_t ignore_index, double label_smoothing) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return run(cast_for_autocast(at::kFloat, x, device, Recompute::shared), target,
-             cast_for_autocast(at::kFloat, weight, device), reduction, ignore_index, label_smoothing);
+  return run_cross_entropy(cast_for_autocast(at::kFloat, x, device, Recompute::shared), target,
+                           cast_for_autocast(at::kFloat, weight, device), reduction, ignore_index, label_smoothing);
 }
 
 }  // namespace
@@ -166,9 +166,9 @@ void register_cross_entropy(torch::Library& m) {
   m.def(
       "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
       "float label_smoothing=0.0) -> Tensor",
-      TORCH_FN(run));
-  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(run_autocast<c10::DeviceType::CPU>));
-  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCUDA, TORCH_FN(run_autocast<c10::DeviceType::CUDA>));
+      TORCH_FN(run_cross_entropy));
+  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_cross_entropy<c10::DeviceType::CPU>));
+  m.impl("cross_entropy_loss", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast_cross_entropy<c10::DeviceType::CUDA>));
 }
 
 }  // namespace tsmem

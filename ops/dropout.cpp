@@ -231,7 +231,7 @@ bool makes_noise_again(const Tensor& x) {
 }
 
 template <Kind kind>
-Tensor run(const Tensor& input, double p, bool train, RecomputeArgument recompute) {
+Tensor draw_noise(const Tensor& input, double p, bool train, RecomputeArgument recompute) {
   const bool saves = train && p > 0 && p < 1 && input.numel() > 0 && (!per_feature(kind) || input.dim() >= 2) &&
                      needs_grad(input) && plain(input);
   const bool fused = saves && kind == Kind::plain && fits_fused(input);
@@ -274,7 +274,7 @@ Tensor run_dropout_effect(const Tensor& input, double p, bool train, bool draws,
     else if (p == 0)  // with 1 its kernel is not run
       at::native_dropout(input.detach(), p, true);
   }
-  return run<Kind::plain>(input, p, train, recompute);
+  return draw_noise<Kind::plain>(input, p, train, recompute);
 }
 
 Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_t recompute,
@@ -285,12 +285,12 @@ Tensor run_dropout(const Tensor& input, double p, bool train, bool draws, int64_
 
 template <Kind kind>
 Tensor run_effect(const Tensor& input, double p, bool train, int64_t recompute) {
-  return run<kind>(input, p, train, recompute);
+  return draw_noise<kind>(input, p, train, recompute);
 }
 
 template <Kind kind>
 Tensor run_drawing(const Tensor& input, double p, bool train, int64_t recompute, const c10::List<int64_t>&) {
-  return run<kind>(input, p, train, recompute);
+  return draw_noise<kind>(input, p, train, recompute);
 }
 
 }  // namespace

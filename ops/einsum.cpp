@@ -134,7 +134,7 @@ Tensor with_axes(const Tensor& t, const Axes& axes, int64_t all) {
 }
 
 // By the dispatcher, where autocast is.
-Tensor reshape(const Tensor& t, IntArrayRef sizes, int64_t recompute) {
+Tensor reshape_by_recipe(const Tensor& t, IntArrayRef sizes, int64_t recompute) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("tsmem::reshape", "")
                              .typed<Tensor(const Tensor&, IntArrayRef, int64_t)>();
@@ -152,7 +152,7 @@ Tensor mm(const Tensor& a, const Tensor& b, int64_t recompute) {
                              .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
   return op.call(a, b, recompute);
 }
-Tensor mul(const Tensor& a, const Tensor& b, int64_t recompute) {
+Tensor mul_by_recipe(const Tensor& a, const Tensor& b, int64_t recompute) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("tsmem::mul", "")
                              .typed<Tensor(const Tensor&, const Tensor&, int64_t, int64_t)>();
@@ -179,7 +179,7 @@ Axes joined(std::initializer_list<const Axes*> parts) {
 // The sum over `summed`, which both have, of a b. Of these axes size 1 is left.
 Tensor pair(Tensor a, Tensor b, const Axes& summed, int64_t recompute) {
   const int64_t cheap = recompute_of_cheap(recompute);
-  if (summed.empty()) return mul(a, b, cheap);
+  if (summed.empty()) return mul_by_recipe(a, b, cheap);
   Axes both, of_a, of_b;
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (std::find(summed.begin(), summed.end(), d) != summed.end()) continue;
@@ -193,9 +193,9 @@ Tensor pair(Tensor a, Tensor b, const Axes& summed, int64_t recompute) {
   }
   const Axes order = joined({&both, &of_a, &summed, &of_b});
   const int64_t batches = product_of(a, both), inner = product_of(a, summed);
-  const Tensor left = reshape(a.permute(order), {batches, product_of(a, of_a), inner}, cheap),
-               right = reshape(b.permute(joined({&both, &summed, &of_b, &of_a})), {batches, inner, product_of(b, of_b)},
-                               cheap);
+  const Tensor left = reshape_by_recipe(a.permute(order), {batches, product_of(a, of_a), inner}, cheap),
+               right = reshape_by_recipe(b.permute(joined({&both, &summed, &of_b, &of_a})),
+                                         {batches, inner, product_of(b, of_b)}, cheap);
   std::vector<int64_t> sizes;
   for (int64_t d : both) sizes.push_back(a.size(d));
   for (int64_t d : of_a) sizes.push_back(a.size(d));
@@ -324,8 +324,10 @@ Tensor tensordot(const Tensor& self, const Tensor& other, IntArrayRef dims_self,
       inner *= in_a;
   }
   const int64_t cheap = recompute_of_cheap(recompute);
-  const Tensor left = reshape(a.permute(joined({&*rest_of_a, &of_a})), {product_of(a, *rest_of_a), inner}, cheap),
-               right = reshape(b.permute(joined({&of_b, &*rest_of_b})), {inner, product_of(b, *rest_of_b)}, cheap);
+  const Tensor left = reshape_by_recipe(a.permute(joined({&*rest_of_a, &of_a})), {product_of(a, *rest_of_a), inner},
+                                        cheap),
+               right = reshape_by_recipe(b.permute(joined({&of_b, &*rest_of_b})), {inner, product_of(b, *rest_of_b)},
+                                         cheap);
   std::vector<int64_t> sizes;
   for (int64_t d : *rest_of_a) sizes.push_back(a.size(d));
   for (int64_t d : *rest_of_b) sizes.push_back(b.size(d));

@@ -12,7 +12,7 @@ namespace tsmem {
 namespace {
 
 using at::Tensor;
-using Norm = std::optional<c10::string_view>;
+using Normalization = std::optional<c10::string_view>;
 using Int = std::optional<int64_t>;
 using Ints = at::OptionalIntArrayRef;
 
@@ -55,12 +55,18 @@ Tensor pad_both_ends(const Tensor& x, int64_t by, c10::string_view mode) {
   return x.dim() == 1 ? padded.squeeze(0) : padded;
 }
 
-Tensor fft_fft(const Tensor& x, Int n, int64_t dim, Norm norm) { return keep_sizes(x, at::fft_fft(x, n, dim, norm)); }
-Tensor fft_rfft(const Tensor& x, Int n, int64_t dim, Norm norm) { return keep_sizes(x, at::fft_rfft(x, n, dim, norm)); }
-Tensor fft_rfft2(const Tensor& x, Ints s, at::IntArrayRef dim, Norm norm) {
+Tensor fft_fft(const Tensor& x, Int n, int64_t dim, Normalization norm) {
+  return keep_sizes(x, at::fft_fft(x, n, dim, norm));
+}
+Tensor fft_rfft(const Tensor& x, Int n, int64_t dim, Normalization norm) {
+  return keep_sizes(x, at::fft_rfft(x, n, dim, norm));
+}
+Tensor fft_rfft2(const Tensor& x, Ints s, at::IntArrayRef dim, Normalization norm) {
   return keep_sizes(x, at::fft_rfft2(x, s, dim, norm));
 }
-Tensor fft_rfftn(const Tensor& x, Ints s, Ints dim, Norm norm) { return keep_sizes(x, at::fft_rfftn(x, s, dim, norm)); }
+Tensor fft_rfftn(const Tensor& x, Ints s, Ints dim, Normalization norm) {
+  return keep_sizes(x, at::fft_rfftn(x, s, dim, norm));
+}
 Tensor stft(const Tensor& x, int64_t n_fft, Int hop_length, Int win_length, const OptTensor& window, bool normalized,
             std::optional<bool> onesided, std::optional<bool> return_complex, std::optional<bool> align_to_window) {
   return keep_sizes(

@@ -27,7 +27,7 @@ struct Glu : Function<Glu> {
   }
 };
 
-Tensor run(const Tensor& self, int64_t dim, int64_t recompute) {
+Tensor run_glu(const Tensor& self, int64_t dim, int64_t recompute) {
   if (!needs_grad(self) || !plain(self) || self.numel() == 0) return at::glu(self, dim);
   const Tensor out = Glu::apply(self, dim);
   offer(
@@ -39,7 +39,7 @@ Tensor run(const Tensor& self, int64_t dim, int64_t recompute) {
 }  // namespace
 
 void register_glu(torch::Library& m) {
-  m.def("glu(Tensor self, int dim=-1, int recompute=0) -> Tensor", TORCH_FN(run));
+  m.def("glu(Tensor self, int dim=-1, int recompute=0) -> Tensor", TORCH_FN(run_glu));
 }
 
 }  // namespace tsmem

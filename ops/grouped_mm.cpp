@@ -13,7 +13,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor product(const Tensor& a, const Tensor& b, const OptTensor& ends) { return at::_grouped_mm(a, b, ends); }
+Tensor grouped_product(const Tensor& a, const Tensor& b, const OptTensor& ends) { return at::_grouped_mm(a, b, ends); }
 
 Tensor transposed(const Tensor& t) { return t.transpose(-2, -1); }
 
@@ -28,7 +28,7 @@ struct Grouped : Function<Grouped> {
     keeper.save(ctx);
     ctx->saved_data["a_by_columns"] = by_columns(a);
     ctx->saved_data["b_by_columns"] = by_columns(b);
-    return product(a, b, ends);
+    return grouped_product(a, b, ends);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -39,13 +39,13 @@ struct Grouped : Function<Grouped> {
     std::vector<Tensor> g(3);
     if (ctx->needs_input_grad(1)) {
       const Tensor a = kept[0];
-      g[1] = ctx->saved_data["b_by_columns"].toBool() ? transposed(product(transposed(grad), a, ends))
-                                                      : product(transposed(a), grad, ends);
+      g[1] = ctx->saved_data["b_by_columns"].toBool() ? transposed(grouped_product(transposed(grad), a, ends))
+                                                      : grouped_product(transposed(a), grad, ends);
     }
     if (ctx->needs_input_grad(0)) {
       const Tensor b = kept[1];
-      g[0] = ctx->saved_data["a_by_columns"].toBool() ? transposed(product(b, transposed(grad), ends))
-                                                      : product(grad, transposed(b), ends);
+      g[0] = ctx->saved_data["a_by_columns"].toBool() ? transposed(grouped_product(b, transposed(grad), ends))
+                                                      : grouped_product(grad, transposed(b), ends);
     }
     return g;
   }
@@ -59,10 +59,11 @@ Tensor grouped_mm(const Tensor& self, const Tensor& mat2, const OptTensor& offs,
   if (!ours) return at::_grouped_mm(self, mat2, offs, bias, out_dtype);
   const Tensor out = Grouped::apply(self, mat2, ends);
   const double flops = 2.0 * static_cast<double>(out.numel()) * static_cast<double>(self.size(-1));
-  offer(
-      out, {self, mat2, value_or_undefined(ends)},
-      [](std::vector<Tensor>& from, const std::vector<bool>&) { return product(from[0], from[1], optional(from[2])); },
-      recompute, Pieces::no, {flops, true});
+  offer(out, {self, mat2, value_or_undefined(ends)},
+        [](std::vector<Tensor>& from, const std::vector<bool>&) {
+          return grouped_product(from[0], from[1], optional(from[2]));
+        },
+        recompute, Pieces::no, {flops, true});
   return out;
 }
 

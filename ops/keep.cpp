@@ -6,8 +6,10 @@
 
 namespace tsmem {
 
-static void keep(const at::Tensor&, const std::optional<at::Tensor>&) {}
+static void keep_result(const at::Tensor&, const std::optional<at::Tensor>&) {}
 
-void register_keep(torch::Library& m) { m.def("keep(Tensor result, Tensor(a!)? statistics) -> ()", TORCH_FN(keep)); }
+void register_keep(torch::Library& m) {
+  m.def("keep(Tensor result, Tensor(a!)? statistics) -> ()", TORCH_FN(keep_result));
+}
 
 }  // namespace tsmem

@@ -23,8 +23,8 @@ struct NormOf {
   double eps = 0;
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                              const NormOf& n) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                                      const NormOf& n) {
   if (n.groups == 0) return at::native_layer_norm(x, n.shape, weight, bias, n.eps);
   const Tensor dense = x.contiguous(group_format(x));
   return at::native_group_norm(dense, weight, bias, x.size(0), x.size(1), x.numel() / (x.size(0) * x.size(1)), n.groups,
@@ -35,7 +35,7 @@ struct Norm : Function<Norm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
                         const NormOf& n) {
     ctx->set_materialize_grads(false);
-    auto [out, mean, invstd] = forward_of(x, weight, bias, n);
+    auto [out, mean, invstd] = layer_norm_forward(x, weight, bias, n);
     const bool want_w = weight && weight->requires_grad(), want_x = x.requires_grad();
     Keeper keeper;
     keeper.add(want_x || want_w ? x : Tensor());
@@ -106,48 +106,48 @@ bool fits(const Tensor& x, const OptTensor& parameter) {
   return !parameter || (plain(*parameter) && parameter->device() == x.device());
 }
 
-Tensor run(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n,
-           RecomputeArgument recompute) {
+Tensor normalize(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const NormOf& n,
+                 RecomputeArgument recompute) {
   const Tensor out = Norm::apply(x, weight, bias, n);
   offer(
       out, {x, value_or_undefined(weight), value_or_undefined(bias)},
       [n](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return std::get<0>(forward_of(from[0], optional(from[1]), optional(from[2]), n));
+        return std::get<0>(layer_norm_forward(from[0], optional(from[1]), optional(from[2]), n));
       },
       recompute, Pieces::no, {}, n.groups == 0 && n.shape.size() == 1 ? Rows::own : Rows::all);
   return out;
 }
 
-bool ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
+bool layer_norm_is_ours(const Tensor& x, const OptTensor& weight, const OptTensor& bias) {
   return needs_grad(x, value_or_undefined(weight), value_or_undefined(bias)) && plain(x) && x.numel() > 0 &&
          fits(x, weight) && fits(x, bias);
 }
 
-OptTensor as_scripted(const OptTensor& t) { return t ? OptTensor(tsmem::as_scripted(*t)) : t; }
+OptTensor parameter_as_scripted(const OptTensor& t) { return t ? OptTensor(as_scripted(*t)) : t; }
 
 Tensor run_layer_norm(const Tensor& input, at::IntArrayRef shape, const OptTensor& weight, const OptTensor& bias,
                       double eps, bool cudnn_enable, int64_t recompute) {
-  const Tensor x = tsmem::as_scripted(input, recompute);
-  const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
+  const Tensor x = as_scripted(input, recompute);
+  const OptTensor w = parameter_as_scripted(defined(weight)), b = parameter_as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || t->sizes() == shape; };
   const bool shaped = !x.is_nested() && !shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
                       x.sizes().slice(x.dim() - shape.size()) == shape && whole(w) && whole(b);
-  if (!shaped || !ours(x, w, b)) return at::layer_norm(x, shape, w, b, eps, cudnn_enable);
-  return run(x, w, b, {shape.vec(), 0, eps}, recompute);
+  if (!shaped || !layer_norm_is_ours(x, w, b)) return at::layer_norm(x, shape, w, b, eps, cudnn_enable);
+  return normalize(x, w, b, {shape.vec(), 0, eps}, recompute);
 }
 
 }  // namespace
 
 Tensor group_norm(const Tensor& input, int64_t groups, const OptTensor& weight, const OptTensor& bias, double eps,
                   bool cudnn_enabled, RecomputeArgument recompute) {
-  const Tensor x = tsmem::as_scripted(input, recompute);
-  const OptTensor w = as_scripted(defined(weight)), b = as_scripted(defined(bias));
+  const Tensor x = as_scripted(input, recompute);
+  const OptTensor w = parameter_as_scripted(defined(weight)), b = parameter_as_scripted(defined(bias));
   const auto whole = [&](const OptTensor& t) { return !t || (t->dim() == 1 && t->numel() == x.size(1)); };
   const bool shaped = !x.is_nested() && groups > 0 && x.dim() >= 2 && x.size(1) % groups == 0 && whole(w) && whole(b);
-  if (!shaped || !ours(x, w, b)) return at::group_norm(x, groups, w, b, eps, cudnn_enabled);
+  if (!shaped || !layer_norm_is_ours(x, w, b)) return at::group_norm(x, groups, w, b, eps, cudnn_enabled);
   // native_group_norm reads its parameters as dense ones, which aten::group_norm makes them.
   const auto dense = [](const OptTensor& t) { return t ? OptTensor(t->contiguous()) : t; };
-  return run(x, dense(w), dense(b), {{}, groups, eps}, recompute);
+  return normalize(x, dense(w), dense(b), {{}, groups, eps}, recompute);
 }
 
 namespace {

@@ -79,7 +79,7 @@ struct Linear : Function<Linear> {
   }
 };
 
-Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
+Tensor run_linear(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
   const OptTensor b = defined(bias);
   const bool ours = needs_grad(input, weight, value_or_undefined(b)) && plain(input) && plain(weight) &&
                     (!b || (plain(*b) && b->dim() == 1)) && input.dim() >= 2 && weight.dim() == 2 &&
@@ -101,14 +101,14 @@ template <c10::DeviceType device>
 Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
-  return run(cast_for_autocast(to, input, device, recompute), cast_for_autocast(to, weight, device),
-             at::autocast::cached_cast(to, bias, device), recompute);
+  return run_linear(cast_for_autocast(to, input, device, recompute), cast_for_autocast(to, weight, device),
+                    at::autocast::cached_cast(to, bias, device), recompute);
 }
 
 }  // namespace
 
 void register_linear(torch::Library& m) {
-  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, int recompute=0) -> Tensor", TORCH_FN(run));
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None, int recompute=0) -> Tensor", TORCH_FN(run_linear));
   m.impl("linear", c10::DispatchKey::AutocastCPU, TORCH_FN(linear_autocast<c10::DeviceType::CPU>));
   m.impl("linear", c10::DispatchKey::AutocastCUDA, TORCH_FN(linear_autocast<c10::DeviceType::CUDA>));
 }

@@ -53,7 +53,7 @@ struct Head {
 };
 
 // One operator after the other.
-Tensor composed(const Head& h, const Between& between) {
+Tensor composed_loss(const Head& h, const Between& between) {
   static const auto linear = c10::Dispatcher::singleton()
                                  .findSchemaOrThrow("tsmem::linear", "")
                                  .typed<Tensor(const Tensor&, const Tensor&, const OptTensor&, int64_t)>();
@@ -274,29 +274,30 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 };
 
-Tensor apply(const Head& h, const Between& between, at::ScalarType loss_type) {
+Tensor apply_blocks(const Head& h, const Between& between, at::ScalarType loss_type) {
   return LinearCrossEntropy::apply(between.slice(h.input), h.weight, h.bias, h.target, h.class_weight, h.reduction,
                                    h.ignore_index, loss_type);
 }
 
-Tensor run(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-           const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
-           int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end, int64_t slice_step,
-           c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1,
-           std::optional<at::ScalarType> dtype) {
+Tensor run_linear_cross_entropy(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
+                                const OptTensor& class_weight, int64_t reduction, int64_t ignore_index,
+                                double label_smoothing, int64_t slice_dim, std::optional<int64_t> slice_start,
+                                std::optional<int64_t> slice_end, int64_t slice_step, c10::string_view arrange,
+                                at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1,
+                                std::optional<at::ScalarType> dtype) {
   const Head h{input, weight, defined(bias), target, defined(class_weight), reduction, ignore_index, label_smoothing};
   const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1, dtype};
   const auto loss_type = dtype.value_or(input.scalar_type());
-  return in_blocks(h, between, loss_type) ? apply(h, between, loss_type) : composed(h, between);
+  return in_blocks(h, between, loss_type) ? apply_blocks(h, between, loss_type) : composed_loss(h, between);
 }
 
 // The layer runs in half size and its loss in float32, as each does by itself.
 template <c10::DeviceType device>
-Tensor autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
-                const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
-                int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end,
-                int64_t slice_step, c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0, int64_t dim1,
-                std::optional<at::ScalarType> dtype) {
+Tensor autocast_loss(const Tensor& input, const Tensor& weight, const OptTensor& bias, const Tensor& target,
+                     const OptTensor& class_weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                     int64_t slice_dim, std::optional<int64_t> slice_start, std::optional<int64_t> slice_end,
+                     int64_t slice_step, c10::string_view arrange, at::OptionalIntArrayRef sizes, int64_t dim0,
+                     int64_t dim1, std::optional<at::ScalarType> dtype) {
   const Between between{slice_dim, slice_start, slice_end, slice_step, arrange, sizes, dim0, dim1, dtype};
   {
     c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
@@ -310,9 +311,9 @@ Tensor autocast(const Tensor& input, const Tensor& weight, const OptTensor& bias
                  ignore_index,
                  label_smoothing};
     if (h.input.scalar_type() == to && dtype.value_or(at::kFloat) == at::kFloat && in_blocks(h, between, at::kFloat))
-      return apply(h, between, at::kFloat);
+      return apply_blocks(h, between, at::kFloat);
   }
-  return composed({input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing}, between);
+  return composed_loss({input, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing}, between);
 }
 
 std::vector<int64_t> output_size(const Tensor& input, const Tensor& weight) {
@@ -339,9 +340,9 @@ void register_linear_cross_entropy(torch::Library& m) {
       "reduction=1, int ignore_index=-100, float label_smoothing=0.0, int slice_dim=0, int? slice_start=None, int? "
       "slice_end=None, int slice_step=1, str arrange=\"\", int[]? sizes=None, int dim0=0, int dim1=0, "
       "ScalarType? dtype=None) -> Tensor",
-      TORCH_FN(run));
-  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast<c10::DeviceType::CPU>));
-  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast<c10::DeviceType::CUDA>));
+      TORCH_FN(run_linear_cross_entropy));
+  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_loss<c10::DeviceType::CPU>));
+  m.impl("linear_cross_entropy", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast_loss<c10::DeviceType::CUDA>));
   m.def("linear_output_size(Tensor input, Tensor weight) -> int[]", TORCH_FN(output_size));
   m.def("linear_output_size.dim(Tensor input, Tensor weight, int dim) -> int", TORCH_FN(output_size_at));
 }

@@ -19,13 +19,13 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const c10::OperatorHandle& forward_op() {
+const c10::OperatorHandle& max_pool_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_max_pool", "");
   return op;
 }
 
 std::tuple<Tensor, Tensor> call_forward(const Tensor& x, const Windows& w, bool positions) {
-  static const auto op = forward_op()
+  static const auto op = max_pool_op()
                              .typed<std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef,
                                                                IntArrayRef, IntArrayRef, bool)>();
   return op.call(x, w.kernel, w.stride, w.padding, w.dilation, w.out, positions);
@@ -73,8 +73,8 @@ struct MaxPool : Function<MaxPool> {
 };
 
 // An input that is batched or not, of `dims` axes of space, with a kernel for it, and not empty.
-bool ours(const Tensor& x, int64_t dims) {
-  return (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 && plain(x) && has_kernel(forward_op(), x);
+bool max_pool_is_ours(const Tensor& x, int64_t dims) {
+  return (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 && plain(x) && has_kernel(max_pool_op(), x);
 }
 
 Tensor pool(const Tensor& x, const Windows& w, int64_t dims, RecomputeArgument recompute) {
@@ -118,7 +118,7 @@ Tensor max_pool(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArra
                 bool ceil_mode, int64_t recompute) {
   auto fits = [](IntArrayRef list) { return list.size() == 1 || list.size() == D; };
   auto expand = [](IntArrayRef list) { return list.size() == 1 ? std::vector<int64_t>(D, list[0]) : list.vec(); };
-  if (ours(x, D) && fits(kernel) && (stride.empty() || fits(stride)) && fits(padding) && fits(dilation)) {
+  if (max_pool_is_ours(x, D) && fits(kernel) && (stride.empty() || fits(stride)) && fits(padding) && fits(dilation)) {
     Windows w{expand(kernel), expand(stride.empty() ? kernel : stride), expand(padding), expand(dilation), {}};
     if (valid(x.sizes().slice(x.dim() - D), w, ceil_mode)) return pool(x, w, D, recompute);
   }
@@ -129,7 +129,7 @@ template <int64_t D>
 Tensor adaptive_max_pool(const Tensor& x, IntArrayRef output_size, int64_t recompute) {
   bool positive = output_size.size() == D;
   for (int64_t o : output_size) positive = positive && o > 0;
-  if (ours(x, D) && positive) return pool(x, {{}, {}, {}, {}, output_size.vec()}, D, recompute);
+  if (max_pool_is_ours(x, D) && positive) return pool(x, {{}, {}, {}, {}, output_size.vec()}, D, recompute);
   if constexpr (D == 1) return std::get<0>(at::adaptive_max_pool1d(x, output_size));
   if constexpr (D == 2) return std::get<0>(at::adaptive_max_pool2d(x, output_size));
   if constexpr (D == 3) return std::get<0>(at::adaptive_max_pool3d(x, output_size));

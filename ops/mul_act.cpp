@@ -27,13 +27,13 @@ const ScaleGradOp& scale_grad_op() {
 }
 
 // What `activated` is recomputed from; no mean: it is act(input).
-struct Source {
+struct MulSource {
   Tensor input;
   OptTensor weight, bias, mean, invstd;
 };
 
 // The sum of grad * activated over what `scale_sizes` broadcasts, in one pass; nothing for an unusual broadcast.
-std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes,
+std::optional<Tensor> fused_scale_grad(const Tensor& grad, const MulSource& s, at::IntArrayRef scale_sizes,
                                        const Act& act) {
   const int64_t dims = grad.dim(), lead = dims - static_cast<int64_t>(scale_sizes.size());
   const auto scale_size = [&](int64_t d) { return d < lead ? 1 : scale_sizes[d - lead]; };
@@ -54,7 +54,7 @@ std::optional<Tensor> fused_scale_grad(const Tensor& grad, const Source& s, at::
 }
 
 // `activated`, detached, in acc_type.
-Tensor activated_again(const Source& s, const Act& act) {
+Tensor activated_again(const MulSource& s, const Act& act) {
   at::NoGradGuard no_grad;
   const auto acc = acc_type(s.input.scalar_type());
   Tensor pre = s.input.to(acc);
@@ -69,7 +69,7 @@ Tensor activated_again(const Source& s, const Act& act) {
   return aten_act(pre, act);
 }
 
-Tensor scale_grad(const Tensor& grad, const Source& s, at::IntArrayRef scale_sizes, const Act& act) {
+Tensor scale_grad(const Tensor& grad, const MulSource& s, at::IntArrayRef scale_sizes, const Act& act) {
   if (auto sums = fused_scale_grad(grad, s, scale_sizes, act)) return *sums;
   // An unusual broadcast: by PyTorch's ops.
   const Tensor activated = activated_again(s, act);
@@ -103,7 +103,7 @@ struct MulAct : Function<MulAct> {
     if (ctx->needs_input_grad(1)) {
       const Act act = saved_act(ctx);
       const auto sizes = data["scale_sizes"].toIntVector();
-      const Source source{kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])};
+      const MulSource source{kept[1], optional(kept[2]), optional(kept[3]), optional(kept[4]), optional(kept[5])};
       result[1] =
           at::GradMode::is_enabled()
               ? (kept.in_graph(6, activated_again(source, act)).to(grad.scalar_type()) * grad).sum_to_size(sizes)
@@ -114,8 +114,8 @@ struct MulAct : Function<MulAct> {
   }
 };
 
-Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const Act& act, RecomputeArgument recompute,
-           int64_t in_place) {
+Tensor run_mul_act(const Tensor& activated, const Tensor& scale, const MulSource& s, const Act& act,
+                   RecomputeArgument recompute, int64_t in_place) {
   const bool from_second = in_place == kSecond || in_place == kNewFromSecond;
   const auto product = [from_second](const Tensor& a, const Tensor& b) {
     return from_second ? at::mul(b, a) : at::mul(a, b);
@@ -148,13 +148,13 @@ Tensor run(const Tensor& activated, const Tensor& scale, const Source& s, const 
 
 Tensor mul_act(const Tensor& activated, const Tensor& scale, const Tensor& input, c10::string_view name,
                at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
-  return run(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), recompute, in_place);
+  return run_mul_act(activated, scale, {input, {}, {}, {}, {}}, parse_act(name, args), recompute, in_place);
 }
 
 Tensor mul_batch_norm_act(const Tensor& activated, const Tensor& scale, const Tensor& input, const OptTensor& weight,
                           const OptTensor& bias, const Tensor& mean, const Tensor& invstd, c10::string_view name,
                           at::ArrayRef<double> args, int64_t recompute, int64_t in_place) {
-  return run(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), recompute, in_place);
+  return run_mul_act(activated, scale, {input, weight, bias, mean, invstd}, parse_act(name, args), recompute, in_place);
 }
 
 }  // namespace

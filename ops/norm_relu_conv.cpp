@@ -11,9 +11,9 @@ using at::Tensor;
 
 namespace {
 
-using ForwardOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
-                               const Tensor& invstd, const Tensor& conv_weight, IntArrayRef stride, IntArrayRef padding,
-                               IntArrayRef dilation)>;
+using NormReluConvOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias,
+                                    const Tensor& mean, const Tensor& invstd, const Tensor& conv_weight,
+                                    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation)>;
 using GradientOp = RawOp<Tensor(const Tensor& input, const OptTensor& weight, const OptTensor& bias, const Tensor& mean,
                                 const Tensor& invstd, const Tensor& grad, IntArrayRef weight_sizes, IntArrayRef stride,
                                 IntArrayRef padding, IntArrayRef dilation)>;
@@ -40,7 +40,7 @@ bool may_take_norm_relu_conv(Wanted wanted, const Tensor& like, IntArrayRef inpu
 
 Tensor norm_relu_conv(const NormRelu& norm, const Tensor& weight, const ConvWindow& window) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const ForwardOp op("tsmem::_norm_relu_conv");
+  static const NormReluConvOp op("tsmem::_norm_relu_conv");
   return op(norm.input, norm.weight, norm.bias, norm.mean, norm.invstd, weight, window.stride, window.padding,
             window.dilation);
 }

@@ -31,7 +31,7 @@ const PreluOp& prelu_op() {
 bool has_format(const Tensor& x) { return x.is_contiguous(x.suggest_memory_format()); }
 
 // Whether the kernels take these: one slope, or one a channel.
-bool usable(const Tensor& x, const Tensor& weight) {
+bool prelu_usable(const Tensor& x, const Tensor& weight) {
   return has_kernel(prelu_op().handle(), x) && has_format(x) && x.numel() > 0 && !x.is_neg() &&
          weight.scalar_type() == x.scalar_type() && weight.device() == x.device() &&
          (weight.numel() == 1 || (x.dim() >= 2 && weight.numel() == x.size(1)));
@@ -46,7 +46,7 @@ Tensor over(const Tensor& weight, const Tensor& x) {
 }
 
 Tensor again(std::vector<Tensor>& from, const std::vector<bool>& spare) {
-  if (!usable(from[0], from[1])) return at::prelu(from[0], from[1]);
+  if (!prelu_usable(from[0], from[1])) return at::prelu(from[0], from[1]);
   return prelu_op()(from[0], from[1], spare[0] ? optional(from[0]) : OptTensor());
 }
 
@@ -67,7 +67,8 @@ struct Prelu : Function<Prelu> {
     const std::array<bool, 2> want{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
     std::vector<Tensor> g(2);
     const Tensor x = kept[0], weight = kept[1];
-    if (!at::GradMode::is_enabled() && usable(x, weight) && grad.scalar_type() == x.scalar_type() && !grad.is_neg()) {
+    if (!at::GradMode::is_enabled() && prelu_usable(x, weight) && grad.scalar_type() == x.scalar_type() &&
+        !grad.is_neg()) {
       const Tensor dense = grad.contiguous(x.suggest_memory_format());
       const bool spare = !dense.is_same(grad) || only_ours(grad);
       static const PreluBackwardOp op("tsmem::_prelu_backward");
@@ -84,7 +85,7 @@ struct Prelu : Function<Prelu> {
   }
 };
 
-Tensor run(const Tensor& self, const Tensor& weight, int64_t recompute) {
+Tensor run_prelu(const Tensor& self, const Tensor& weight, int64_t recompute) {
   const bool ours = needs_grad(self, weight) && plain(self) && plain(weight) && self.numel() > 0 &&
                     self.scalar_type() == weight.scalar_type() && self.device() == weight.device() &&
                     weight.dim() <= 1 && (weight.numel() == 1 || (self.dim() >= 2 && weight.numel() == self.size(1)));
@@ -96,20 +97,20 @@ Tensor run(const Tensor& self, const Tensor& weight, int64_t recompute) {
 
 // On the list of operators that run in half precision, eager mode's and TorchScript's.
 template <c10::DeviceType device>
-Tensor run_autocast(const Tensor& self, const Tensor& weight, int64_t recompute) {
+Tensor autocast_prelu(const Tensor& self, const Tensor& weight, int64_t recompute) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto to = at::autocast::get_lower_precision_fp_from_device_type(device);
-  return run(cast_for_autocast(to, self, device, recompute), cast_for_autocast(to, weight, device), recompute);
+  return run_prelu(cast_for_autocast(to, self, device, recompute), cast_for_autocast(to, weight, device), recompute);
 }
 
 }  // namespace
 
 void register_prelu(torch::Library& m) {
-  m.def("prelu(Tensor self, Tensor weight, int recompute=0) -> Tensor", TORCH_FN(run));
+  m.def("prelu(Tensor self, Tensor weight, int recompute=0) -> Tensor", TORCH_FN(run_prelu));
   m.def("_prelu(Tensor x, Tensor weight, Tensor(a!)? out) -> Tensor");
   m.def("_prelu_backward(Tensor grad, Tensor x, Tensor weight, bool[2] want, Tensor(a!)? out) -> (Tensor, Tensor)");
-  m.impl("prelu", c10::DispatchKey::AutocastCPU, TORCH_FN(run_autocast<c10::DeviceType::CPU>));
-  m.impl("prelu", c10::DispatchKey::AutocastCUDA, TORCH_FN(run_autocast<c10::DeviceType::CUDA>));
+  m.impl("prelu", c10::DispatchKey::AutocastCPU, TORCH_FN(autocast_prelu<c10::DeviceType::CPU>));
+  m.impl("prelu", c10::DispatchKey::AutocastCUDA, TORCH_FN(autocast_prelu<c10::DeviceType::CUDA>));
 }
 
 }  // namespace tsmem

@@ -16,13 +16,13 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kBlock = 1 << 16;  // elements
+constexpr int64_t kElements = 1 << 16;  // elements
 
 // f(first row, end) for blocks of the rows of a matrix.
 template <class F>
 void each_block(const Tensor& matrix, F f) {
   const int64_t rows = matrix.size(0);
-  const int64_t some = matrix.is_cpu() ? std::max<int64_t>(kBlock / matrix.size(1), 1) : rows;
+  const int64_t some = matrix.is_cpu() ? std::max<int64_t>(kElements / matrix.size(1), 1) : rows;
   for (int64_t i = 0; i < rows; i += some) f(i, std::min(rows, i + some));
 }
 
@@ -34,7 +34,7 @@ bool fused(const Tensor& x, const OptTensor& weight) {
 }
 
 // The output, and the inverse root of the mean square of each row, [rows, 1]. x: [..., columns in all].
-std::pair<Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
+std::pair<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
   const auto dtype = acc_type(x.scalar_type());
   const Tensor rows = as_matrix(x, columns), scale = weight ? weight->reshape({columns}) : Tensor();
   if (fused(x, weight)) {
@@ -55,7 +55,7 @@ std::pair<Tensor, Tensor> forward_of(const Tensor& x, const OptTensor& weight, i
 }
 
 // The same output by operators that can be differentiated twice.
-Tensor composed(const Tensor& x, const Tensor& weight, int64_t columns, double eps) {
+Tensor composed_rms_norm(const Tensor& x, const Tensor& weight, int64_t columns, double eps) {
   const Tensor rows = as_matrix(x, columns).to(acc_type(x.scalar_type()));
   Tensor normal = rows * (rows.pow(2).mean({-1}, /*keepdim=*/true) + eps).rsqrt();
   if (weight.defined()) normal = normal * weight.reshape({columns});
@@ -65,7 +65,7 @@ Tensor composed(const Tensor& x, const Tensor& weight, int64_t columns, double e
 struct RmsNorm : Function<RmsNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, int64_t columns, double eps) {
     ctx->set_materialize_grads(false);
-    const auto [out, inverse] = forward_of(x, weight, columns, eps);
+    const auto [out, inverse] = rms_norm_forward(x, weight, columns, eps);
     Keeper keeper;
     keeper.add(x);
     keeper.add(x.requires_grad() ? value_or_undefined(weight) : Tensor());
@@ -92,8 +92,9 @@ struct RmsNorm : Function<RmsNorm> {
       Tensor weight = kept[1];
       if (want_weight && !weight.defined()) weight = at::ones(data["shape"].toIntVector(), kept[2].options());
       const double eps = data["eps"].toDouble();
-      const auto g = differentiable_gradients({kept[0], weight}, std::array<bool, 2>{want_x, want_weight}, grads[0],
-                                              [&](const auto& t) { return composed(t[0], t[1], columns, eps); });
+      const auto g =
+          differentiable_gradients({kept[0], weight}, std::array<bool, 2>{want_x, want_weight}, grads[0],
+                                   [&](const auto& t) { return composed_rms_norm(t[0], t[1], columns, eps); });
       result[0] = g[0];
       result[1] = in_dtype(g[1], data["dtype"]);
       return result;
@@ -166,7 +167,7 @@ Tensor rms_norm(const Tensor& x, at::IntArrayRef shape, const OptTensor& weight,
   offer(
       out, {x, value_or_undefined(w)},
       [columns, added](std::vector<Tensor>& from, const std::vector<bool>&) {
-        return forward_of(from[0], optional(from[1]), columns, added).first;
+        return rms_norm_forward(from[0], optional(from[1]), columns, added).first;
       },
       recompute, Pieces::no, {}, shape.size() == 1 ? Rows::own : Rows::all);
   return out;

@@ -185,7 +185,7 @@ bool under_autocast(at::DeviceType device) {
 }
 
 // Whether the network runs here.
-bool ours(const Network& n, const Tensor& input, int64_t dim) {
+bool network_is_ours(const Network& n, const Tensor& input, int64_t dim) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_rnn_layer", "");
   bool grad = false, alike = true;
   const auto see = [&](const Tensor& t) {
@@ -231,8 +231,8 @@ std::vector<Tensor> run_layers(const Network& n, Tensor x, std::vector<int64_t> 
 }
 
 // The results, or none where PyTorch's own operator has to run.
-std::optional<std::vector<Tensor>> run(const Network& n, const Tensor& input, bool batch_first) {
-  if (!ours(n, input, 3)) return std::nullopt;
+std::optional<std::vector<Tensor>> run_network(const Network& n, const Tensor& input, bool batch_first) {
+  if (!network_is_ours(n, input, 3)) return std::nullopt;
   const Tensor x = batch_first ? input.transpose(0, 1) : input;
   if (x.size(1) != n.hidden[0].size(1)) return std::nullopt;
   auto results = run_layers(n, x, {});
@@ -240,7 +240,7 @@ std::optional<std::vector<Tensor>> run(const Network& n, const Tensor& input, bo
   return results;
 }
 std::optional<std::vector<Tensor>> run_packed(const Network& n, const Tensor& data, const Tensor& batch_sizes) {
-  if (!ours(n, data, 2)) return std::nullopt;
+  if (!network_is_ours(n, data, 2)) return std::nullopt;
   auto sizes = packed_sizes(batch_sizes, data.size(0), n.hidden[0].size(1));
   if (!sizes) return std::nullopt;
   return run_layers(n, data, std::move(*sizes));
@@ -252,7 +252,7 @@ using Two = std::tuple<Tensor, Tensor>;
 Three lstm(const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t num_layers, double dropout,
            bool train, bool bidirectional, bool batch_first) {
   const Network n{Cell::lstm, hx.vec(), params.vec(), has_biases, num_layers, dropout, train, bidirectional};
-  if (const auto r = run(n, input, batch_first)) return {(*r)[0], (*r)[1], (*r)[2]};
+  if (const auto r = run_network(n, input, batch_first)) return {(*r)[0], (*r)[1], (*r)[2]};
   return at::lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
 }
 Three lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx, TensorList params, bool has_biases,
@@ -277,7 +277,7 @@ template <Cell cell>
 Two one_state(const Tensor& input, const Tensor& hx, TensorList params, bool has_biases, int64_t num_layers,
               double dropout, bool train, bool bidirectional, bool batch_first) {
   const Network n{cell, {hx}, params.vec(), has_biases, num_layers, dropout, train, bidirectional};
-  if (const auto r = run(n, input, batch_first)) return {(*r)[0], (*r)[1]};
+  if (const auto r = run_network(n, input, batch_first)) return {(*r)[0], (*r)[1]};
   return aten_rnn<cell>(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
 }
 template <Cell cell>

@@ -68,8 +68,8 @@ struct Rrelu : Function<Rrelu> {
   }
 };
 
-Tensor run(const Tensor& self, const at::Scalar& lower, const at::Scalar& upper, bool training, int64_t recompute,
-           const c10::List<int64_t>&) {
+Tensor run_rrelu(const Tensor& self, const at::Scalar& lower, const at::Scalar& upper, bool training, int64_t recompute,
+                 const c10::List<int64_t>&) {
   static const auto packer = c10::Dispatcher::singleton().findSchemaOrThrow("tsmem::_act_mask", "");
   const double a = lower.toDouble(), b = upper.toDouble();
   const bool range = std::isfinite(a) && std::isfinite(b) && a <= b;  // else PyTorch raises
@@ -95,7 +95,7 @@ Tensor run(const Tensor& self, const at::Scalar& lower, const at::Scalar& upper,
 void register_rrelu(torch::Library& m) {
   // `draw`: as of dropout.
   m.def("rrelu(Tensor self, Scalar lower, Scalar upper, bool training, int recompute, int[](a!) draw) -> Tensor",
-        TORCH_FN(run));
+        TORCH_FN(run_rrelu));
 }
 
 }  // namespace tsmem

@@ -20,7 +20,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // An op and its arguments other than the input. Lists that it does not take stay empty.
-struct Call {
+struct ShapeCall {
   enum Op : int64_t {
     avg_pool2d,
     avg_pool3d,
@@ -40,62 +40,62 @@ struct Call {
   std::optional<int64_t> divisor_override = std::nullopt;
 };
 
-Tensor aten_shape_op(const Tensor& x, const Call& c) {
+Tensor aten_shape_op(const Tensor& x, const ShapeCall& c) {
   switch (c.op) {
-    case Call::avg_pool2d:
+    case ShapeCall::avg_pool2d:
       return at::avg_pool2d(x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad, c.divisor_override);
-    case Call::avg_pool3d:
+    case ShapeCall::avg_pool3d:
       return at::avg_pool3d(x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad, c.divisor_override);
-    case Call::adaptive_avg_pool2d:
+    case ShapeCall::adaptive_avg_pool2d:
       return at::adaptive_avg_pool2d(x, c.size);
-    case Call::adaptive_avg_pool3d:
+    case ShapeCall::adaptive_avg_pool3d:
       return at::adaptive_avg_pool3d(x, c.size);
-    case Call::reflection_pad1d:
+    case ShapeCall::reflection_pad1d:
       return at::reflection_pad1d(x, c.size);
-    case Call::reflection_pad2d:
+    case ShapeCall::reflection_pad2d:
       return at::reflection_pad2d(x, c.size);
-    case Call::reflection_pad3d:
+    case ShapeCall::reflection_pad3d:
       return at::reflection_pad3d(x, c.size);
-    case Call::replication_pad1d:
+    case ShapeCall::replication_pad1d:
       return at::replication_pad1d(x, c.size);
-    case Call::replication_pad2d:
+    case ShapeCall::replication_pad2d:
       return at::replication_pad2d(x, c.size);
-    case Call::replication_pad3d:
+    case ShapeCall::replication_pad3d:
       return at::replication_pad3d(x, c.size);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
-Tensor aten_backward(const Tensor& grad, const Tensor& x, const Call& c) {
+Tensor aten_backward(const Tensor& grad, const Tensor& x, const ShapeCall& c) {
   switch (c.op) {
-    case Call::avg_pool2d:
+    case ShapeCall::avg_pool2d:
       return at::avg_pool2d_backward(grad, x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad,
                                      c.divisor_override);
-    case Call::avg_pool3d:
+    case ShapeCall::avg_pool3d:
       return at::avg_pool3d_backward(grad, x, c.size, c.stride, c.padding, c.ceil_mode, c.count_include_pad,
                                      c.divisor_override);
-    case Call::adaptive_avg_pool2d:
+    case ShapeCall::adaptive_avg_pool2d:
       return at::_adaptive_avg_pool2d_backward(grad, x);
-    case Call::adaptive_avg_pool3d:
+    case ShapeCall::adaptive_avg_pool3d:
       return at::_adaptive_avg_pool3d_backward(grad, x);
-    case Call::reflection_pad1d:
+    case ShapeCall::reflection_pad1d:
       return at::reflection_pad1d_backward(grad, x, c.size);
-    case Call::reflection_pad2d:
+    case ShapeCall::reflection_pad2d:
       return at::reflection_pad2d_backward(grad, x, c.size);
-    case Call::reflection_pad3d:
+    case ShapeCall::reflection_pad3d:
       return at::reflection_pad3d_backward(grad, x, c.size);
-    case Call::replication_pad1d:
+    case ShapeCall::replication_pad1d:
       return at::replication_pad1d_backward(grad, x, c.size);
-    case Call::replication_pad2d:
+    case ShapeCall::replication_pad2d:
       return at::replication_pad2d_backward(grad, x, c.size);
-    case Call::replication_pad3d:
+    case ShapeCall::replication_pad3d:
       return at::replication_pad3d_backward(grad, x, c.size);
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
 struct ShapeOnly : Function<ShapeOnly> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Call& c) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const ShapeCall& c) {
     ctx->set_materialize_grads(false);
     auto& data = ctx->saved_data;
     data["sizes"] = x.sizes();
@@ -114,18 +114,18 @@ struct ShapeOnly : Function<ShapeOnly> {
     if (!grad.defined()) return variable_list(2);
     auto& data = ctx->saved_data;
     auto ints = [&](const char* name) { return data[name].toIntVector(); };
-    const Call c{static_cast<Call::Op>(data["op"].toInt()),
-                 ints("size"),
-                 ints("stride"),
-                 ints("padding"),
-                 data["ceil_mode"].toBool(),
-                 data["count_include_pad"].toBool(),
-                 data["divisor"].toOptional<int64_t>()};
+    const ShapeCall c{static_cast<ShapeCall::Op>(data["op"].toInt()),
+                      ints("size"),
+                      ints("stride"),
+                      ints("padding"),
+                      data["ceil_mode"].toBool(),
+                      data["count_include_pad"].toBool(),
+                      data["divisor"].toOptional<int64_t>()};
     return {aten_backward(grad, shape_of(ints("sizes"), ints("strides"), grad.options()), c), Tensor()};
   }
 };
 
-Tensor run(const Tensor& x, const Call& c) {
+Tensor run_shape_op(const Tensor& x, const ShapeCall& c) {
   return needs_grad(x) && plain(x) ? ShapeOnly::apply(x, c) : aten_shape_op(x, c);
 }
 
@@ -134,11 +134,13 @@ Tensor run(const Tensor& x, const Call& c) {
 
 Tensor avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
                   bool count_include_pad, std::optional<int64_t> divisor) {
-  return run(x, {Call::avg_pool2d, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+  return run_shape_op(
+      x, {ShapeCall::avg_pool2d, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 Tensor avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
                   bool count_include_pad, std::optional<int64_t> divisor) {
-  return run(x, {Call::avg_pool3d, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+  return run_shape_op(
+      x, {ShapeCall::avg_pool3d, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 // A 2-d pool of height 1, as in PyTorch.
 Tensor avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
@@ -157,20 +159,22 @@ bool to_one(IntArrayRef size) {
   return std::all_of(size.begin(), size.end(), [](int64_t s) { return s == 1; });
 }
 Tensor adaptive_avg_pool2d(const Tensor& x, IntArrayRef size) {
-  return to_one(size) ? at::adaptive_avg_pool2d(x, size) : run(x, {Call::adaptive_avg_pool2d, size.vec()});
+  return to_one(size) ? at::adaptive_avg_pool2d(x, size)
+                      : run_shape_op(x, {ShapeCall::adaptive_avg_pool2d, size.vec()});
 }
 Tensor adaptive_avg_pool3d(const Tensor& x, IntArrayRef size) {
-  return to_one(size) ? at::adaptive_avg_pool3d(x, size) : run(x, {Call::adaptive_avg_pool3d, size.vec()});
+  return to_one(size) ? at::adaptive_avg_pool3d(x, size)
+                      : run_shape_op(x, {ShapeCall::adaptive_avg_pool3d, size.vec()});
 }
 Tensor adaptive_avg_pool1d(const Tensor& x, IntArrayRef size) {
   if (!needs_grad(x) || (x.dim() != 2 && x.dim() != 3) || size.size() != 1) return at::adaptive_avg_pool1d(x, size);
   return tsmem::adaptive_avg_pool2d(x.unsqueeze(-2), {1, size[0]}).squeeze(-2);
 }
 
-template <Call::Op op>
+template <ShapeCall::Op op>
 Tensor pad_op(const Tensor& x, IntArrayRef padding, int64_t recompute) {
-  const Call c{op, padding.vec()};
-  const Tensor out = run(x, c);
+  const ShapeCall c{op, padding.vec()};
+  const Tensor out = run_shape_op(x, c);
   if (needs_grad(x) && plain(x))
     offer(
         out, {x}, [c](std::vector<Tensor>& from, const std::vector<bool>&) { return aten_shape_op(from[0], c); },
@@ -225,26 +229,29 @@ void register_shape_ops(torch::Library& m) {
   m.def("adaptive_avg_pool2d(Tensor self, int[2] output_size) -> Tensor", TORCH_FN(adaptive_avg_pool2d));
   m.def("adaptive_avg_pool3d(Tensor self, int[3] output_size) -> Tensor", TORCH_FN(adaptive_avg_pool3d));
   m.def("reflection_pad1d(Tensor self, int[2] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::reflection_pad1d>));
+        TORCH_FN(pad_op<ShapeCall::reflection_pad1d>));
   m.def("reflection_pad2d(Tensor self, int[4] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::reflection_pad2d>));
+        TORCH_FN(pad_op<ShapeCall::reflection_pad2d>));
   m.def("reflection_pad3d(Tensor self, int[6] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::reflection_pad3d>));
+        TORCH_FN(pad_op<ShapeCall::reflection_pad3d>));
   m.def("replication_pad1d(Tensor self, int[2] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::replication_pad1d>));
+        TORCH_FN(pad_op<ShapeCall::replication_pad1d>));
   m.def("replication_pad2d(Tensor self, int[4] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::replication_pad2d>));
+        TORCH_FN(pad_op<ShapeCall::replication_pad2d>));
   m.def("replication_pad3d(Tensor self, int[6] padding, int recompute=0) -> Tensor",
-        TORCH_FN(pad_op<Call::replication_pad3d>));
+        TORCH_FN(pad_op<ShapeCall::replication_pad3d>));
   m.def("pad(Tensor self, int[] pad, str mode=\"constant\", float? value=None, int recompute=0) -> Tensor",
         TORCH_FN(pad));
   m.impl("avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&avg_pool3d>::call));
   m.impl("adaptive_avg_pool3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&adaptive_avg_pool3d>::call));
-  m.impl("reflection_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::reflection_pad1d>>::call));
-  m.impl("reflection_pad2d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::reflection_pad2d>>::call));
-  m.impl("replication_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad1d>>::call));
-  m.impl("replication_pad2d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad2d>>::call));
-  m.impl("replication_pad3d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<Call::replication_pad3d>>::call));
+  m.impl("reflection_pad1d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<ShapeCall::reflection_pad1d>>::call));
+  m.impl("reflection_pad2d", c10::DispatchKey::AutocastCPU, TORCH_FN(F32<&pad_op<ShapeCall::reflection_pad2d>>::call));
+  m.impl("replication_pad1d", c10::DispatchKey::AutocastCPU,
+         TORCH_FN(F32<&pad_op<ShapeCall::replication_pad1d>>::call));
+  m.impl("replication_pad2d", c10::DispatchKey::AutocastCPU,
+         TORCH_FN(F32<&pad_op<ShapeCall::replication_pad2d>>::call));
+  m.impl("replication_pad3d", c10::DispatchKey::AutocastCPU,
+         TORCH_FN(F32<&pad_op<ShapeCall::replication_pad3d>>::call));
 }
 
 }  // namespace tsmem

@@ -40,9 +40,8 @@ def folder(tmp_path_factory):
 def test_what_knows_the_processor_compiles(folder):
     """The rest of the op library is compiled by hand, in five minutes; linking takes arm64's torch."""
     targets = build("ninja", "-C", folder, "-t", "targets", "all").splitlines()
-    objects = [t.split(":")[0] for t in targets if "tsmem_ops.dir/cpu/" in t and t.split(":")[0].endswith(".cpp.o")]
-    assert len(objects) == len([f for f in (ROOT / "ops/cpu").glob("*.cpp") if ".kernel." not in f.name]) > 5  # kernels: below
-    build("ninja", "-C", folder, *objects)
+    assert "tsmem_ops_cpu: phony" in targets
+    build("ninja", "-C", folder, "tsmem_ops_cpu")
 
 
 @pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="there is no qemu-aarch64")

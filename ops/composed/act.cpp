@@ -3,16 +3,12 @@
 #include "common.h"
 #include "composed/composed.h"
 #include "composed/derivative.h"
+#include "layout.h"
 
 namespace tsmem::composed {
 namespace {
 
 using at::Tensor;
-
-// Itself, or a copy in these strides.
-Tensor in_layout(const Tensor& x, at::IntArrayRef strides) {
-  return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
-}
 
 std::tuple<Tensor, Tensor> act_mask(const Tensor& x, int64_t kind, double a, double b) {
   const Act act = act_of(kind, a, b);

@@ -6,6 +6,7 @@
 #include "cpu/mask.h"
 #include "cpu/smooth_act.h"
 #include "cpu_dtype.h"
+#include "layout.h"
 #include "raw_op.h"
 #include "registration.h"
 
@@ -14,18 +15,11 @@ namespace {
 
 using at::Tensor;
 
-// `x` in the strides of `like`: itself, or a copy.
-Tensor in_layout(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  bool same = true;
-  for (size_t d = 0; d < sizes.size(); ++d) same = same && (sizes[d] == 1 || x.stride(d) == strides[d]);
-  return same ? x : at::empty_strided(sizes, strides, x.options()).copy_(x);
-}
-
 std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a, double b) {
   const Act act = act_of(kind, a, b);
   const bool fused = mask_writes_output(act.kind);
   Tensor y = fused ? at::empty_like(x) : aten_act(x, act);
-  const Tensor dense = in_layout(x, y.sizes(), y.strides());
+  const Tensor dense = in_layout(x, y.strides());
   Tensor mask = at::empty({(x.numel() + 7) / 8}, x.options().dtype(at::kByte));
   const auto* from = static_cast<const char*>(dense.const_data_ptr());
   auto* to = fused ? static_cast<char*>(y.mutable_data_ptr()) : nullptr;
@@ -43,7 +37,7 @@ std::tuple<Tensor, Tensor> act_mask_cpu(const Tensor& x, int64_t kind, double a,
 // own: memory that may take the result, which is grad's.
 Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kind, double a, double b,
                              at::IntArrayRef strides, const OptTensor& own) {
-  const Tensor dense = in_layout(grad, grad.sizes(), strides);
+  const Tensor dense = in_layout(grad, strides);
   Tensor out = own && dense.is_same(grad) ? *own : at::empty_strided(grad.sizes(), strides, grad.options());
   const Act act = act_of(kind, a, b);
   const auto* from = static_cast<const char*>(dense.const_data_ptr());
@@ -58,7 +52,7 @@ Tensor act_mask_backward_cpu(const Tensor& grad, const Tensor& mask, int64_t kin
   return out;
 }
 
-constexpr int64_t kSerial = 1 << 14;  // elements that are not worth a second thread
+constexpr int64_t kSerialElements = 1 << 14;  // elements that are not worth a second thread
 
 // x and grad: dense, with the same strides, which the results have too.
 Tensor smooth_act_cpu(const Tensor& x, const Act& act) {
@@ -67,7 +61,7 @@ Tensor smooth_act_cpu(const Tensor& x, const Act& act) {
   auto* to = static_cast<char*>(y.mutable_data_ptr());
   const Dtype dtype = cpu_dtype(x.scalar_type());
   const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, x.numel(), kSerialElements, [&](int64_t begin, int64_t end) {
     smooth_act_kernels().forward(dtype, act, from + begin * size, to + begin * size, end - begin);
   });
   return y;
@@ -81,7 +75,7 @@ Tensor smooth_act_backward_cpu(const Tensor& grad, const Tensor& x, const Act& a
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   const Dtype dtype = cpu_dtype(x.scalar_type());
   const int64_t size = x.element_size();
-  at::parallel_for(0, x.numel(), kSerial, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, x.numel(), kSerialElements, [&](int64_t begin, int64_t end) {
     smooth_act_kernels().backward(dtype, act, from + begin * size, g + begin * size, to + begin * size, end - begin);
   });
   return result;

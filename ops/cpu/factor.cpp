@@ -10,8 +10,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kTimes = 4;                  // products that are worth the panels
-constexpr int64_t kSerial = int64_t{1} << 17;  // multiplications that are not worth a second thread
+constexpr int64_t kTimes = 4;                          // products that are worth the panels
+constexpr int64_t kSerialProducts = int64_t{1} << 17;  // multiplications that are not worth a second thread
 
 int64_t panels_in(Dtype dtype, int64_t columns) {
   const int64_t each = product_kernels().panel_columns(dtype);
@@ -21,7 +21,7 @@ int64_t panels_in(Dtype dtype, int64_t columns) {
 // f(first, last) for panels, each of which takes `work` multiplications.
 template <class F>
 void over_panels(int64_t panels, int64_t work, const F& f) {
-  at::parallel_for(0, panels, std::max<int64_t>(1, kSerial / std::max<int64_t>(1, work)), f);
+  at::parallel_for(0, panels, std::max<int64_t>(1, kSerialProducts / std::max<int64_t>(1, work)), f);
 }
 
 }  // namespace

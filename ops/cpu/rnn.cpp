@@ -18,12 +18,12 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kSerial = 1 << 12;  // elements of a state that are not worth a second thread
+constexpr int64_t kSerialState = 1 << 12;  // elements of a state that are not worth a second thread
 
 // f(begin, end) for rows of n elements.
 template <class F>
 void over_rows(int64_t rows, int64_t n, const F& f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kSerial / n), f);
+  at::parallel_for(0, rows, std::max<int64_t>(1, kSerialState / n), f);
 }
 
 char* at_row(const Tensor& t, int64_t row) {

@@ -33,13 +33,6 @@ inline bool aligned(std::initializer_list<at::Tensor> tensors) {
   return true;
 }
 
-// `x` in these strides: itself, or a copy.
-inline at::Tensor in_layout(const at::Tensor& x, at::IntArrayRef strides) {
-  bool same = true;
-  for (int64_t d = 0; d < x.dim(); ++d) same = same && (x.size(d) == 1 || x.stride(d) == strides[d]);
-  return same ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
-}
-
 inline const void* read(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline void* write(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
 

@@ -3,6 +3,7 @@
 #include "cuda/device.h"
 #include "cuda/dropout.h"
 #include "cuda/raw_ops.h"
+#include "layout.h"
 #ifdef TSMEM_EMULATE_CUDA
 #include <ATen/CPUGeneratorImpl.h>
 #else

@@ -3,6 +3,7 @@
 #include "cuda/device.h"
 #include "cuda/mask.h"
 #include "cuda/raw_ops.h"
+#include "layout.h"
 
 namespace tsmem::cuda {
 

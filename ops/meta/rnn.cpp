@@ -8,9 +8,9 @@ namespace {
 
 using at::Tensor;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& input, at::IntArrayRef batch_sizes,
-                                                                const Tensor& hx, const OptTensor& cx, at::TensorList,
-                                                                int64_t cell, bool, bool) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_layer_meta(const Tensor& input, at::IntArrayRef batch_sizes,
+                                                                  const Tensor& hx, const OptTensor& cx, at::TensorList,
+                                                                  int64_t cell, bool, bool) {
   auto sizes = input.sizes().vec();
   sizes.back() = hx.size(0) * hx.size(2);
   Tensor cn = at::empty({0}, input.options()), borders = at::empty({0}, input.options()),
@@ -28,12 +28,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_meta(const Tensor& in
   return {at::empty(sizes, input.options()), at::empty(hx.sizes(), hx.options()), cn, borders, gates};
 }
 
-std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_meta(const OptTensor&, const OptTensor&,
-                                                                      const OptTensor&, const Tensor& input,
-                                                                      at::IntArrayRef, const Tensor& hx,
-                                                                      const OptTensor& cx, at::TensorList weights,
-                                                                      const Tensor&, const Tensor&, const Tensor&,
-                                                                      int64_t, bool, bool, int64_t want) {
+std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> rnn_layer_backward_meta(
+    const OptTensor&, const OptTensor&, const OptTensor&, const Tensor& input, at::IntArrayRef, const Tensor& hx,
+    const OptTensor& cx, at::TensorList weights, const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool,
+    int64_t want) {
   const auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
   std::vector<Tensor> dw;
   for (size_t i = 0; i < weights.size(); ++i)
@@ -45,8 +43,8 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> backward_meta(const OptT
 }  // namespace
 
 void register_rnn_meta(torch::Library& m) {
-  m.impl("_rnn_layer", c10::DispatchKey::Meta, TORCH_FN(forward_meta));
-  m.impl("_rnn_layer_backward", c10::DispatchKey::Meta, TORCH_FN(backward_meta));
+  m.impl("_rnn_layer", c10::DispatchKey::Meta, TORCH_FN(rnn_layer_meta));
+  m.impl("_rnn_layer_backward", c10::DispatchKey::Meta, TORCH_FN(rnn_layer_backward_meta));
 }
 
 }  // namespace tsmem
