@@ -220,6 +220,7 @@ int run(int argc, char** argv) {
   for (auto& command : commands) {
     auto sub = app.add_subcommand(command.name, command.what);
     runs.emplace_back(sub, command.add(*sub, common));
+    sub->footer(sub->get_footer() + "\n\nEvery command takes --seed, -v, -q, --color and --ops too: tsmem --help");
   }
   try {
     app.parse(argc, argv);

@@ -44,6 +44,7 @@ def test_help_has_an_example_for_every_command():
         assert command in done.stdout
         own = run(command, "--help")
         assert own.returncode == 0 and f"tsmem {command}" in own.stdout.split("Example", 1)[1], own.stdout
+        assert own.stdout.rstrip().endswith("tsmem --help"), own.stdout  # has the options of every command
 
 
 def test_version():
