@@ -101,8 +101,15 @@ void mark_kept(const Tensor& t) {
   let_go(whole);
 }
 
+// Whether the place for what a tensor's device keeps of it is free: HPU, and some devices of others, have metadata of
+// their own there.
+static bool has_room(const Tensor& t) {
+  const auto* meta = t.unsafeGetTensorImpl()->get_backend_meta();
+  return t.device().type() != at::kHPU && (!meta || dynamic_cast<const HeldSources*>(meta));
+}
+
 void hold(const Tensor& output, std::vector<Tensor> sources) {
-  if (sources.empty()) return;
+  if (sources.empty() || !has_room(output)) return;
   auto held = c10::make_intrusive<HeldSources>();
   held->sources = std::move(sources);
   output.unsafeGetTensorImpl()->set_backend_meta(std::move(held));

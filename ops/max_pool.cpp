@@ -66,7 +66,7 @@ struct MaxPool : Function<MaxPool> {
     const Tensor position = unpack(ctx->get_saved_variables()[0], static_cast<int>(data["bits"].toInt()), grad.sizes(),
                                    ints("strides"), at::kByte);
     const auto space = ints("space");
-    return {needs_grad(grad) ? gradient_at(indices_of(position, space, w), grad, space)
+    return {needs_grad(grad) ? gradient_at(indices_of(position, space, w), grad, space, w)
                              : call_backward(grad, position, space, w, data["channels_last"].toBool()),
             Tensor()};
   }

@@ -130,6 +130,11 @@ static Tensor over_channels(const Tensor& t, int64_t dim) {
   return t.view(sizes);
 }
 
+Tensor beside_statistics(const Tensor& x) {
+  const bool takes_both = x.is_cpu() || x.is_cuda() || x.is_xpu() || x.is_meta();
+  return takes_both ? x : x.to(acc_type(x.scalar_type()));
+}
+
 OptTensor weight_beside(const OptTensor& weight, const OptTensor& bias) {
   return !weight && bias ? OptTensor(at::ones_like(*bias)) : weight;
 }
@@ -139,17 +144,18 @@ Tensor norm_by_pytorch(const Tensor& input, const OptTensor& weight, const OptTe
   const auto dtype = mean.scalar_type();
   const OptTensor scale = weight_beside(weight, bias);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
-  Tensor normed;
+  Tensor x = beside_statistics(input), normed;
+  const auto wide = [&](const OptTensor& t) { return t ? OptTensor(t->to(dtype)) : t; };
   if (training) {
-    normed = at::batch_norm(input, scale, bias, {}, {}, true, 0, eps, cudnn);
+    const bool same = x.is_same(input);
+    normed = at::batch_norm(x, same ? scale : wide(scale), same ? bias : wide(bias), {}, {}, true, 0, eps, cudnn);
   } else {
     // All in the statistics' dtype, which 16-bit parameters are not.
-    const auto wide = [&](const OptTensor& t) { return t ? OptTensor(t->to(dtype)) : t; };
     const bool narrow = (scale && scale->scalar_type() != dtype) || (bias && bias->scalar_type() != dtype);
-    normed = at::batch_norm(narrow ? input.to(dtype) : input, wide(scale), wide(bias), mean, invstd.pow(-2), false, 0,
-                            /*eps=*/0, cudnn)
-                 .to(input.scalar_type());
+    if (narrow) x = x.to(dtype);
+    normed = at::batch_norm(x, wide(scale), wide(bias), mean, invstd.pow(-2), false, 0, /*eps=*/0, cudnn);
   }
+  normed = normed.to(input.scalar_type());
   return aten_act(other ? normed + *other : normed, act);
 }
 

@@ -17,6 +17,10 @@ namespace tsmem {
 // float64 for float64, else float32: what statistics and coefficients are computed and kept in.
 inline at::ScalarType acc_type(at::ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
 
+// x, or its copy in acc_type where PyTorch's batch norms of its device don't take 16-bit maps beside parameters and
+// statistics in float32.
+at::Tensor beside_statistics(const at::Tensor& x);
+
 // channels_last, channels_last_3d or contiguous.
 inline at::MemoryFormat feature_format(int64_t dim, bool channels_last) {
   if (!channels_last) return at::MemoryFormat::Contiguous;

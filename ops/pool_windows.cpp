@@ -73,9 +73,19 @@ at::Tensor positions_of(const at::Tensor& indices, at::IntArrayRef space, const 
   return position;
 }
 
-at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space) {
-  return at::zeros({grad.size(0), grad.size(1), c10::multiply_integers(space)}, grad.options())
-      .scatter_add(2, indices.flatten(2), grad.flatten(2))
+// Whether two windows may look at the same place.
+static bool overlap(at::IntArrayRef space, const Windows& w) {
+  for (size_t i = 0; i < space.size(); ++i)
+    if (w.kernel.empty() ? space[i] % w.out[i] != 0 : w.dilation[i] * (w.kernel[i] - 1) >= w.stride[i]) return true;
+  return false;
+}
+
+at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space, const Windows& w) {
+  const bool narrow = grad.scalar_type() == at::kHalf || grad.scalar_type() == at::kBFloat16;
+  const auto sums = narrow && overlap(space, w) ? at::kFloat : grad.scalar_type();  // in 16 bits each would be rounded
+  return at::zeros({grad.size(0), grad.size(1), c10::multiply_integers(space)}, grad.options().dtype(sums))
+      .scatter_add(2, indices.flatten(2), grad.flatten(2).to(sums))
+      .to(grad.scalar_type())
       .view(with_space(grad, space));
 }
 

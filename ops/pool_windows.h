@@ -39,6 +39,6 @@ at::Tensor indices_of(const at::Tensor& positions, at::IntArrayRef space, const 
 at::Tensor positions_of(const at::Tensor& indices, at::IntArrayRef space, const Windows& w);
 
 // The gradient of the input from these indices: differentiable. [batch, channels, space...]
-at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space);
+at::Tensor gradient_at(const at::Tensor& indices, const at::Tensor& grad, at::IntArrayRef space, const Windows& w);
 
 }  // namespace tsmem

@@ -8,6 +8,21 @@ namespace {
 
 using at::Tensor;
 
+// Compared with the bound itself, as PyTorch's kernels do: `le` and `ge` would round it to 16 bits first.
+double in_16_bits(const Tensor& x, double bound) {
+  const auto number = static_cast<float>(bound);
+  if (x.scalar_type() == at::kHalf) return static_cast<float>(at::Half(number));
+  return x.scalar_type() == at::kBFloat16 ? static_cast<float>(at::BFloat16(number)) : bound;
+}
+Tensor at_most(const Tensor& x, double bound) {
+  const double near = in_16_bits(x, bound);
+  return near > bound ? x.lt(near) : x.le(near);
+}
+Tensor at_least(const Tensor& x, double bound) {
+  const double near = in_16_bits(x, bound);
+  return near < bound ? x.gt(near) : x.ge(near);
+}
+
 // Where the derivative is the upper one of its two values: the rows' upper() in act_table.h.
 Tensor upper(const Tensor& x, const Act& act) {
   switch (act.kind) {
@@ -16,7 +31,7 @@ Tensor upper(const Tensor& x, const Act& act) {
     case ActKind::threshold:
       return x.le(act.a).logical_not_();
     case ActKind::hardtanh:
-      return x.le(act.a).logical_or_(x.ge(act.b)).logical_not_();
+      return at_most(x, act.a).logical_or_(at_least(x, act.b)).logical_not_();
     case ActKind::leaky_relu:
       return x.gt(0);
     default:
@@ -24,13 +39,17 @@ Tensor upper(const Tensor& x, const Act& act) {
   }
 }
 
-// A gradient that is infinite where the derivative is 0 gives 0, as in PyTorch.
+// Where the derivative is 0 whatever the arguments, an infinite gradient gives 0 too, as in PyTorch.
 Tensor times_slope(const Tensor& grad, const Tensor& is_upper, const Act& act) {
   Slopes slopes;
-  with_row(act.kind, [&](auto row) { slopes = slopes_of<decltype(row)>(act); });
+  bool zero = false;
+  with_row(act.kind, [&](auto row) {
+    slopes = slopes_of<decltype(row)>(act);
+    if constexpr (row.saves == ActSaves::bit) zero = !row.lower_slope;
+  });
   const auto times = [&](double slope) { return slope == 1 ? grad : grad * slope; };
-  return slopes.off == 0 ? at::where(is_upper, times(slopes.on), at::zeros({}, grad.options()))
-                         : at::where(is_upper, times(slopes.on), times(slopes.off));
+  return zero ? at::where(is_upper, times(slopes.on), at::zeros({}, grad.options()))
+              : at::where(is_upper, times(slopes.on), times(slopes.off));
 }
 
 Tensor places(const at::TensorOptions& options) {

@@ -41,6 +41,10 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& x, IntArrayRef kernel, IntArra
   const auto format = format_of(x, kernel.empty());
   const auto space = x.sizes().slice(2);
   const auto [y, index] = pool(contiguous_in(x, format), w);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      at::isIntegralType(index.scalar_type(), /*includeBool=*/false) && index.sizes() == y.sizes(),
+      "tsmem: max pooling on ", x.device().type(),
+      " gives no indices that tsmem knows; leave the patterns max-pool and bn-act-max-pool out.");
   const auto dtype = position_type(make_axes(space, w)) == at::kByte ? at::kByte : at::kInt;
   return {contiguous_in(y, format), positions ? contiguous_in(positions_of(index, space, w).to(dtype), format)
                                               : at::empty({0}, x.options().dtype(at::kByte))};
@@ -49,12 +53,14 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& x, IntArrayRef kernel, IntArra
 Tensor max_pool_backward(const Tensor& grad, const Tensor& position, IntArrayRef space, IntArrayRef kernel,
                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
   const Windows w{kernel.vec(), stride.vec(), padding.vec(), dilation.vec(), grad.sizes().slice(2).vec()};
-  return contiguous_in(gradient_at(indices_of(position, space, w), grad, space), format_for(channels_last, grad.dim()));
+  return contiguous_in(gradient_at(indices_of(position, space, w), grad, space, w),
+                       format_for(channels_last, grad.dim()));
 }
 
 }  // namespace
 
 void register_max_pool(torch::Library& m, c10::DispatchKey key) {
+  if (key == c10::DispatchKey::HPU) return;  // what it calls indices are positions of its own
   m.impl("_max_pool", key, TORCH_FN(max_pool));
   m.impl("_max_pool_backward", key, TORCH_FN(max_pool_backward));
 }

@@ -24,8 +24,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Op
                                                    const Act& act, bool keep_mask) {
   const auto format = feature_format(input.dim(), is_channels_last(input));
   const auto acc = acc_type(input.scalar_type());
+  const Tensor x = beside_statistics(input.contiguous(format));
+  const bool same = x.scalar_type() == input.scalar_type();
+  const auto beside = [&](const OptTensor& t) { return same ? t : in(acc, t); };
+  const OptTensor of_mean = beside(running_mean), of_var = beside(running_var);
   auto [normed, mean, invstd] =
-      at::native_batch_norm(input.contiguous(format), weight, bias, running_mean, running_var, training, momentum, eps);
+      at::native_batch_norm(x, beside(weight), beside(bias), of_mean, of_var, training, momentum, eps);
+  normed = normed.to(input.scalar_type());
+  if (training && !same)
+    for (const auto& [own, moved] : {std::pair(running_mean, of_mean), std::pair(running_var, of_var)})
+      if (moved && !moved->is_same(*own)) own->copy_(*moved);
   if (!training) {
     mean = running_mean->to(acc, /*non_blocking=*/false, /*copy=*/true);
     invstd = (running_var->to(acc) + eps).rsqrt();
@@ -79,15 +87,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
   if (x && (through[0] || through[1] || through[2])) {
     const Tensor scale =
         kept_or_any(in(mean.scalar_type(), weight), weight || want[1] || want[2], mean, mean.scalar_type());
-    found = at::native_batch_norm_backward(grad, *x, optional(scale), mean, variance_of(invstd), mean, invstd, training,
+    found = at::native_batch_norm_backward(beside_statistics(grad), beside_statistics(*x), optional(scale), mean,
+                                           variance_of(invstd), mean, invstd, training,
                                            /*eps=*/0, through);
   } else {
     found = gradients_without_input(grad, weight, invstd, through);
   }
   const auto& [of_input, of_weight, of_bias] = found;
   const auto acc = mean.scalar_type();
-  return {want[0] ? of_input : Tensor(), want[1] ? of_weight.to(acc) : Tensor(), want[2] ? of_bias.to(acc) : Tensor(),
-          want[3] ? grad : Tensor()};
+  return {want[0] ? of_input.to(grad.scalar_type()) : Tensor(), want[1] ? of_weight.to(acc) : Tensor(),
+          want[2] ? of_bias.to(acc) : Tensor(), want[3] ? grad : Tensor()};
 }
 
 // What aten's group norms count.
@@ -139,7 +148,8 @@ std::tuple<Tensor, Tensor, Tensor> group_backward(const Tensor& grad_output, con
   const auto acc = mean.scalar_type();
   Tensor grad = wide(grad_output);
   if (act.kind != ActKind::identity)
-    grad = gradient_from_input(grad, normed_again(input, weight, bias, mean, invstd), act);
+    grad =
+        gradient_from_input(grad, wide(normed_again(input, weight, bias, mean, invstd).to(input.scalar_type())), act);
   const Tensor scale =
       kept_or_any(in(acc, weight), weight || want[1] || want[2], at::empty({of.channels}, mean.options()), acc);
   const auto [x, w, b] = at::native_group_norm_backward(grad, wide(input), mean.view({of.images, of.groups}),

@@ -122,6 +122,39 @@ def compare_operators():
         yield {"operator": name, "error": error, "strides": strides, "off": off}
 
 
+# What no random number meets: bounds that 16 bits don't have, infinite gradients, sums of many.
+
+
+def gradient_of(run, x, of_output=1.0):
+    x = x.detach().requires_grad_()
+    out = run(x)
+    (grad,) = torch.autograd.grad(out, x, torch.full_like(out, of_output))
+    return grad.cpu()
+
+
+def compare_borders():
+    for dtype, bound in ((torch.bfloat16, 0.7), (torch.float16, 0.7), (torch.bfloat16, 0.3), (torch.float32, 0.7)):
+        near = torch.tensor(bound).to(dtype)
+        steps = torch.arange(-2, 3, dtype=torch.float64) * torch.finfo(dtype).eps * 0.5
+        x = torch.cat([near.double() + steps, -near.double() + steps, steps]).to(dtype)
+        found = gradient_of(lambda t: ops.act(t, "hardtanh", [-bound, bound]), x.to(NAME))
+        yield {"border": f"hardtanh {dtype} {bound}", "equal": torch.equal(found, gradient_of(lambda t: F.hardtanh(t, -bound, bound), x))}
+    for slope, x in itertools.product((0.0, 0.5), (-1.0, 1.0)):
+        x = torch.tensor([x])
+        found = gradient_of(lambda t: ops.act(t, "leaky_relu", [slope]), x.to(NAME), float("inf"))
+        expected = gradient_of(lambda t: F.leaky_relu(t, slope), x, float("inf"))
+        yield {"border": f"an infinite gradient of leaky_relu {slope} at {x.item()}", "equal": torch.equal(found.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))}
+    torch.manual_seed(0)
+    x = torch.zeros(1, 1, 9, 9, dtype=torch.bfloat16)
+    x[0, 0, 4, 4] = 1
+    x.requires_grad_()
+    grad = torch.rand(1, 1, 9, 9).to(torch.bfloat16)
+    (exact,) = torch.autograd.grad(F.max_pool2d(x.double(), 5, 1, 2), x, grad.double())
+    on_device = x.detach().to(NAME).requires_grad_()
+    (found,) = torch.autograd.grad(ops.max_pool2d(on_device, [5], [1], [2]), on_device, grad.to(NAME))
+    yield {"border": "a place that many windows share, in 16 bits", "equal": found[0, 0, 4, 4].item() == exact[0, 0, 4, 4].item()}
+
+
 # Models
 
 
@@ -213,5 +246,5 @@ if __name__ == "__main__":
     counts = add_device(sys.argv[1])
     import tsmem  # noqa: F401
 
-    for case in itertools.chain(compare_operators(), compare_models(counts), autocast()):
+    for case in itertools.chain(compare_operators(), compare_borders(), compare_models(counts), autocast()):
         print(json.dumps(case), flush=True)

@@ -28,6 +28,11 @@ def test_operators_give_the_numbers_of_the_cpu(cases):
     assert [c for c in operators if not (c["error"] <= 1e-9 and c["strides"] and c["off"] <= 1)] == []
 
 
+def test_borders(cases):
+    borders = [c for c in cases if "border" in c]
+    assert len(borders) == 9 and [c for c in borders if not c["equal"]] == []
+
+
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("door", ["torch.compile", "file"])
 def test_models_keep_less(cases, name, door):
