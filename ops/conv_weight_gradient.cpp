@@ -12,7 +12,7 @@ using at::Tensor;
 namespace {
 
 // At most so many channels are together in oneDNN's layouts.
-constexpr int64_t kColumns = 16;
+constexpr int64_t kBlockOfChannels = 16;
 
 // How a convolution's channels are cut.
 struct Cut {
@@ -56,11 +56,12 @@ int64_t channels_together(const Tensor& grad, IntArrayRef input_sizes, IntArrayR
       weight.numel() < c10::multiply_integers(input_sizes) + grad.numel())
     return 0;
   const Cut cut(weight, args);
-  const int64_t blocks_of_a_thread = weight.size(0) * weight.size(1) / (kColumns * kColumns) / at::get_num_threads();
+  const int64_t blocks_of_a_thread =
+      weight.size(0) * weight.size(1) / (kBlockOfChannels * kBlockOfChannels) / at::get_num_threads();
   const int64_t parts = std::min({bytes / kLeastPart, kMost, blocks_of_a_thread / 4});
   if (parts < 2) return 0;
   int64_t together = (cut.all + parts - 1) / parts;
-  if (!cut.grouped) together = (together + kColumns - 1) / kColumns * kColumns;
+  if (!cut.grouped) together = (together + kBlockOfChannels - 1) / kBlockOfChannels * kBlockOfChannels;
   // Two parts, each there twice, would take what the whole takes.
   if (2 * together >= cut.all) return 0;
 

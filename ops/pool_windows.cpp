@@ -76,7 +76,8 @@ at::Tensor positions_of(const at::Tensor& indices, at::IntArrayRef space, const 
 // Whether two windows may look at the same place.
 static bool overlap(at::IntArrayRef space, const Windows& w) {
   for (size_t i = 0; i < space.size(); ++i)
-    if (w.kernel.empty() ? space[i] % w.out[i] != 0 : w.dilation[i] * (w.kernel[i] - 1) >= w.stride[i]) return true;
+    if (w.kernel.empty() ? w.out[i] > 0 && space[i] % w.out[i] != 0 : w.dilation[i] * (w.kernel[i] - 1) >= w.stride[i])
+      return true;
   return false;
 }
 

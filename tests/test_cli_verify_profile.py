@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
+import allocator
 import pytest
 import torch
 from command_line import BINARY, Residual, runs
@@ -145,8 +146,6 @@ def test_profile_json(models, tmp_path):
 
 
 def test_profile_agrees_with_pytorchs_profiler(models, tmp_path):
-    from torch.profiler import ProfilerActivity, profile
-
     report = tmp_path / "p.json"
     runs("profile", models / "net.pt", *SHAPE, "--json", report)
     m, x = torch.jit.load(str(models / "net.pt")), torch.randn(2, 3, 8, 8)
@@ -156,7 +155,7 @@ def test_profile_agrees_with_pytorchs_profiler(models, tmp_path):
         p.grad = torch.zeros_like(p)
     for _ in range(3):
         m(x).backward(torch.ones(2, 5))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with allocator.recorded() as prof:
         y = m(x)
     torch.set_num_threads(threads)
     live = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
